@@ -42,7 +42,8 @@ from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, PipelineConf
 from rlpipe.config.sections import DataConfig
 
 UNITS = {"s": "s", "h": "hours", "tokens": "tokens"}
-BOUNDS = {  # keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength
+# keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength
+BOUNDS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",

@@ -50,11 +50,14 @@ STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot
     field_title_generator=_title,
 )
 TOKENS_MAX = 1 << 24  # of one context
-PART_BYTES = 2**27  # of moments that come and go at once (`trainer.offload`); a parameter is never split
-PARTS_HERE = 2  # of these on the device in an update: one is updated, and goes, while the next comes
+# of moments that come and go at once (`trainer.offload`); a parameter is never split
+PART_BYTES = 2**27
+# of these on the device in an update: one is updated, and goes, while the next comes
+PARTS_HERE = 2
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 Bound = Annotated[float, Field(ge=0)]
-Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some months, which every timer can wait
+# seconds; at most some months, which every timer can wait
+Timeout = Annotated[float, Field(gt=0, le=10_000_000)]
 
 
 class BudgetConfig(BaseModel, **STRICT):

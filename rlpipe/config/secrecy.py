@@ -48,7 +48,8 @@ _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_toke
 def key_fits(authorization: str, key: str) -> bool:
     """True when an Authorization header brings the key; an empty key asks for none. The time that
     this takes tells nothing of the key."""
-    given = authorization.encode(errors="surrogateescape")  # as headers are decoded: what is no UTF-8 is just wrong
+    # as headers are decoded: what is no UTF-8 is just wrong
+    given = authorization.encode(errors="surrogateescape")
     return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
 
 
@@ -107,7 +108,8 @@ def _forms(secret: str) -> set[str]:
     # .NET writes + as \u002B
     in_json = "".join(letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret)
     forms = {secret, quote(data, safe=""), html.escape(secret), in_json, data.hex()}
-    for before in range(3):  # base64 of a text in which it is: without the letters that have bits of its neighbours
+    # base64 of a text in which it is: without the letters that have bits of its neighbours
+    for before in range(3):
         encoded = base64.b64encode(b"x" * before + data).decode().rstrip("=")
         whole = encoded[-(-before * 4 // 3) : len(encoded) - ((len(data) + before) % 3 != 0)]
         forms |= {whole, whole.replace("+", "-").replace("/", "_")}

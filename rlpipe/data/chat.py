@@ -27,7 +27,8 @@ from rlpipe.records.prompt import Message, Messages
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-PLACEHOLDER = "rlpipe-placeholder"  # where a first turn's text stands, whatever the template itself says before it
+# where a first turn's text stands, whatever the template itself says before it
+PLACEHOLDER = "rlpipe-placeholder"
 # what goes on must not depend on what was said: two conversations
 # that end with the assistant's turn
 DUMMY_TALKS: list[Messages] = [

@@ -24,7 +24,8 @@ TOKENIZER_FILES = {
 CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 BESIDE = (CONFIG, NAMED, ADDED)  # tokenizer.json: what may add tokens to it
 LISTS = ("extra_special_tokens", "additional_special_tokens")
-ENDS = ("eos_token", "pad_token")  # must be tokens already: a misspelt one would be a new token that no model knows
+# must be tokens already: a misspelt one would be a new token that no model knows
+ENDS = ("eos_token", "pad_token")
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:

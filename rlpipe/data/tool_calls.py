@@ -20,7 +20,8 @@ TRIED_TOOLS: list[JsonDict] = [  # some templates write calls only where there a
         "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-TRIED_IDS = ("123456789", "functions.{name}:0")  # Mistral's have nine characters, Kimi's have the name
+# Mistral's have nine characters, Kimi's have the name
+TRIED_IDS = ("123456789", "functions.{name}:0")
 SAID_NOTHING: tuple[JsonDict, ...] = ({"content": ""}, {})
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from rlpipe.config.pipeline import PipelineConfig
 
 ADAPTER = "adapter"  # the name of the one that an engine has loaded
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}  # of which SGLang and vLLM adapt all linear layers but the head
+# of which SGLang and vLLM adapt all linear layers but the head
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # those
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank
 

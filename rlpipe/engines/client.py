@@ -79,7 +79,8 @@ class Completion:
 
     tokens: array[int]  # int32
     rollout_logprobs: array[float]  # float32, of the temperature-scaled distribution
-    finish_reason: str  # "stop", "length" or "abort" (cut short: `tokens` is what there was); more in an environment
+    # "stop", "length" or "abort" (cut short: `tokens` is what there was); more in an environment
+    finish_reason: str
     spans: list[tuple[int, int]]
     engine: str  # the name of the engine that sampled last; empty when nothing was sampled yet
 
@@ -147,7 +148,8 @@ class EngineClient(ABC):
     adapted: bool = False  # what is asked for is asked of the adapter that was loaded last
     # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
     health_path: ClassVar[str]
-    ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
+    # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
+    ready_path: ClassVar[str]
 
     @property
     def repeats_prompts(self) -> bool:

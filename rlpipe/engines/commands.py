@@ -17,7 +17,8 @@ from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
 
-SGLANG_CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
+# prompt + completion one or two below SGLang's context length stops early, silently
+SGLANG_CONTEXT_SLACK = 8
 SGLANG_CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
@@ -32,8 +33,10 @@ COLOCATION_FLAGS = {  # how memory can be given back at all, and what part of a 
     "sglang": ("--enable-memory-saver", "--mem-fraction-static"),
     "vllm": ("--enable-sleep-mode", "--gpu-memory-utilization"),
 }
-GRAPHS_MAX = 1024  # requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
-VLLM_READY_S = "86400"  # its own 600 s know nothing of how large the weights are: the host's deadline does
+# requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+GRAPHS_MAX = 1024
+# its own 600 s know nothing of how large the weights are: the host's deadline does
+VLLM_READY_S = "86400"
 VLLM_SEQUENCES_MAX = 2048  # vLLM refuses more than the tokens that it batches, 2048 at least
 VLLM_FLAGS = (
     "--served-model-name", "policy", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",

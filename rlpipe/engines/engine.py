@@ -28,9 +28,12 @@ class Engine:
     # the weight version that it was proved to serve; None: it may not
     # sample, and only a restart helps
     proved: int | None = None
-    answered: ProbeAnswer | None = None  # when it was proved last; None since a start, and while it has no weights
-    released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
-    base: Path | None = None  # the weights that it was started on, beside which it may load adapters
+    # when it was proved last; None since a start, and while it has no weights
+    answered: ProbeAnswer | None = None
+    # it has given its memory back, or has ended: nobody restarts it before it is woken
+    released: bool = False
+    # the weights that it was started on, beside which it may load adapters
+    base: Path | None = None
     restarting_on: Weights | None = None  # what a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more

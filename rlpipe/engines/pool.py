@@ -28,7 +28,8 @@ from rlpipe.store.nearby import Nearby
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them
-REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
+# an engine that failed gets nothing for so long, doubled with each fault in a row
+REST_FIRST_S, REST_MAX_S = 0.2, 30.0
 # tokens, of which an engine that repeats prompts gets one at first: its computation takes longer
 # than a way there and back
 LONG_PROMPT = 512
@@ -130,7 +131,8 @@ class EnginePool:
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
-        self.fleet.well_at = time.monotonic()  # engines that are only being started get their time too
+        # engines that are only being started get their time too
+        self.fleet.well_at = time.monotonic()
         self._num_calls += 1
         try:
             async with self._entrance:
@@ -152,7 +154,8 @@ class EnginePool:
                 for watcher in watchers:
                     watcher.cancel()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
+            # one rollout's fault says it; hundreds of them say no more
+            raise failures.exceptions[0] from None
         finally:
             self._num_calls -= 1
             if not self._num_calls:
@@ -275,7 +278,8 @@ class EnginePool:
         sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough, computed)
         if fault is None:
             load.faults = 0
-        elif time.monotonic() >= load.rest_until:  # all that were in flight fail together: that is one fault
+        elif time.monotonic() >= load.rest_until:
+            # all that were in flight fail together: that is one fault
             log.warning("%s gets nothing for a while, its rollouts go elsewhere: %s", client.name, fault)
             load.rest_until = time.monotonic() + min(REST_FIRST_S * 2**load.faults, REST_MAX_S)
             load.faults += 1
@@ -299,7 +303,8 @@ class EnginePool:
                     return client
                 if time.monotonic() - self.fleet.well_at > self.progress_timeout_s:
                     raise EngineError(f"no engine was well for {self.progress_timeout_s:g} s: see the engines' logs")
-                await self._changed.wait()  # those for whom there is a seat are woken at least every LOOK_AGAIN_S
+                # those for whom there is a seat are woken at least every LOOK_AGAIN_S
+                await self._changed.wait()
             self._changed.notify()  # the seat that this was woken for is another's
         return None
 

@@ -34,7 +34,8 @@ from rlpipe.records.sending import Group, TensorBucket
 
 log = logging.getLogger(__name__)
 UPDATES_MAX = 3
-RECEIVE_TIMEOUT_S = 90.0  # longer than the trainer waits for all receivers, and for a bucket to reach them
+# longer than the trainer waits for all receivers, and for a bucket to reach them
+RECEIVE_TIMEOUT_S = 90.0
 IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
 
@@ -71,7 +72,8 @@ class SglangClient(EngineClient):
 
     @property
     def repeats_prompts(self) -> bool:
-        return not self.exact  # vLLM has the blocks of a prompt in its cache once they are scheduled
+        # vLLM has the blocks of a prompt in its cache once they are scheduled
+        return not self.exact
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         loop = asyncio.get_running_loop()
@@ -207,7 +209,8 @@ class SglangClient(EngineClient):
         await self.control("/end_weight_update", {}, RECEIVE_TIMEOUT_S)
 
     async def leave(self, group: Group, *, go_on: bool) -> None:
-        if not go_on:  # there may be no session to end; what hangs is found by the load that comes next
+        # there may be no session to end; what hangs is found by the load that comes next
+        if not go_on:
             with contextlib.suppress(EngineError):
                 await self.control("/end_weight_update", {})
         with contextlib.suppress(EngineError):

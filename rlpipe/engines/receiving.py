@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
 SEND_TIMEOUT_S = 1800.0  # for all of a policy; the trainer gives up far earlier where nothing moves
 BUSY_RETRY_S = 0.2
-SPOILT_MAX = (
-    2  # policies in a row that are lost in the middle: each may cost engines, which wait for the rest, a restart
-)
+# policies in a row that are lost in the middle: each may cost engines,
+# which wait for the rest, a restart
+SPOILT_MAX = 2
 OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 
 

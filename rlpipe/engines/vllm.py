@@ -25,7 +25,8 @@ from rlpipe.engines.client import (
 from rlpipe.engines.weights import reading_s
 
 GENERATE = "/inference/v1/generate"
-VLLM_ID_PREFIX = "generate-tokens-"  # what vLLM puts before our request ids; an abort of an id without it does nothing
+# what vLLM puts before our request ids; an abort of an id without it does nothing
+VLLM_ID_PREFIX = "generate-tokens-"
 
 
 def number_of(logprob: float | None) -> float:
@@ -43,7 +44,8 @@ class VllmClient(EngineClient):
     `rlpipe.engines.weights.untied` makes.
     """
 
-    health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
+    # /health says 200 while the scheduler hangs; this has to go through it
+    health_path = "/weight_info"
     ready_path = "/health"
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:

@@ -23,7 +23,8 @@ from transformers import AttentionInterface
 
 from rlpipe.base.errors import UserError
 
-FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
+# transformers asks a family whether it supports what has flex_attention in its name
+FLEX = "rlpipe_flex_attention"
 TEAM = "rlpipe_team_"  # before the name of an attention whose rows are shared by ranks (team.py)
 BLOCK = 128
 # a kernel for each of: one row or several, one block or several, with or without gradient; for a

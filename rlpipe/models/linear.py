@@ -32,7 +32,8 @@ def use_fast_linears(lm: Any) -> None:
     nothing changes.
     """
     for module in lm.modules() if onednn_is_faster() else []:
-        if type(module) is nn.Linear:  # as FSDP does it: the layer stays the module that it is, under all its names
+        # as FSDP does it: the layer stays the module that it is, under all its names
+        if type(module) is nn.Linear:
             module.__class__ = FastLinear
 
 

@@ -27,8 +27,10 @@ from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 300.0  # to start Python and to import what it runs, on a busy machine too: what hangs is given up
-LOADS_MAX = 2  # of a process that is killed while it loads the code: by the kernel for memory, or by somebody
+# to start Python and to import what it runs, on a busy machine too: what hangs is given up
+START_TIMEOUT_S = 300.0
+# of a process that is killed while it loads the code: by the kernel for memory, or by somebody
+LOADS_MAX = 2
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
 END_S, END_POLL_S = 2.0, 0.01

@@ -26,7 +26,8 @@ from rlpipe.base.values import JsonDict
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
-IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+# an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+IDLE_S = 15.0
 IDLE_CPU_S = 0.005
 OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns

@@ -18,7 +18,8 @@ STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
 # logprobs: measured on preset tiny
 TOKEN_BYTES = 30
 PLACES = (16, 128)  # of the local engine, at least and at most
-COPIES = 3  # policies in scratch while a run is at work: what was published, and what engines load and have
+# policies in scratch while a run is at work: what was published, and what engines load and have
+COPIES = 3
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ PARENT = "post-train"  # the phase tag of the MLflow run that those of the phase
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
-ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
+# the source of tables: of each iteration some of the rollouts that it trained on
+ROLLOUTS = "rollouts"
 # the source of points -> the MLflow run that has them
 PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}
 # what the parent has too

@@ -141,7 +141,8 @@ def mended(formula: str) -> str:
     text = re.sub(r"(?<![\w.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"([a-zA-Z])('+|\^\s*\{?\s*(?:\\prime\s*)+\}?)", _primed, text)
     text = _DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", text)
-    text = re.sub(r"(?<=[a-zA-Z})])\s*\\?%$", "", text)  # the grammar knows percent of a number alone
+    # the grammar knows percent of a number alone
+    text = re.sub(r"(?<=[a-zA-Z})])\s*\\?%$", "", text)
     text = re.sub(r"\\[dt]?frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}", r"\1_{d\2}", text)
     named = _NAMED.fullmatch(text)
     return _in_both_cases(_without_unit(named[1] if named else text))

@@ -30,8 +30,10 @@ from rlpipe.rewards.score import ARGUMENTS, FAILURES_MAX, Item, Score, score_of
 TRIES_MAX = 6
 PAUSE_S = 0.25  # before the second try; doubled before each further one
 ANSWER_BYTES_MAX = 1 << 20
-QUOTED_CHARS = 300  # of an answer: more of it is read first, so that no key is cut before it is hidden
-TOKEN_CHARS_MIN = 16  # of a part of a hidden URL's path; a shorter one is a word, such as completions
+# of an answer: more of it is read first, so that no key is cut before it is hidden
+QUOTED_CHARS = 300
+# of a part of a hidden URL's path; a shorter one is a word, such as completions
+TOKEN_CHARS_MIN = 16
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/-]{0,39}")
 TASK = """You grade the completion that a language model gave to a prompt. The rubric:
 
@@ -70,7 +72,8 @@ class RewardService:
             can_be_called = (
                 parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.netloc.encode("idna")
             )
-        except ValueError:  # a port or a host that cannot be; what urllib says holds parts of the URL
+        except ValueError:
+            # a port or a host that cannot be; what urllib says holds parts of the URL
             can_be_called = False
         if not can_be_called:
             raise ValueError(

@@ -21,11 +21,11 @@ from rlpipe.records.prompt import RewardPrompt
 # dot after a letter or bracket
 _FUNCTIONS = "exp|log|ln|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|asinh|acosh|atanh|erf|erfi|pi|Abs"
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
-_ARITHMETIC = (
-    rf"(?:{_NUMBER}|\*(?!\*)|[\s+\-/()])*+"  # a power is none of the four operations, and 9**9**9 takes for ever
-)
+# a power is none of the four operations, and 9**9**9 takes for ever
+_ARITHMETIC = rf"(?:{_NUMBER}|\*(?!\*)|[\s+\-/()])*+"
 _FORMULA = rf"(?:{_NUMBER}|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_])|[\s+\-*/()])*+"
-_LISTS = r"[\w\s,\[\]'\"-]*+"  # lists of numbers and words: nothing can be called without a parenthesis
+# lists of numbers and words: nothing can be called without a parenthesis
+_LISTS = r"[\w\s,\[\]'\"-]*+"
 EVALUATED: dict[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.ASCII)
     for pattern, names in {

@@ -258,7 +258,8 @@ async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> s
 
 async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, work: patience.Errand) -> str:
     registration = service.registration
-    await registration.enter()  # before there is anything to change in it: two writes at once would have no order
+    # before there is anything to change in it: two writes at once would have no order
+    await registration.enter()
     working, ending = asyncio.create_task(service.work()), asyncio.create_task(ended.wait())
     try:
         while True:

@@ -99,7 +99,8 @@ class Sorted(NamedTuple):
 
     trained: list[Group]  # without what is left out of them, as the dropped ones are
     dropped: list[Group]
-    carried: list[Group]  # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    carried: list[Group]
     ended: list[Group]  # those that are trained or dropped, whole
     reasons: dict[int, str]  # of each dropped one, by its group_index
 

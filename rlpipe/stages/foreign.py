@@ -51,7 +51,8 @@ JSON_COLUMNS: dict[str, TypeAdapter[Any]] = {
     "environment": TypeAdapter(OutcomeText),
     "reward_parts": TypeAdapter(dict[str, Finite]),
 }
-PromptBook = dict[tuple[str, str], Prompt | None]  # None: two prompts of that text have different answers
+# None: two prompts of that text have different answers
+PromptBook = dict[tuple[str, str], Prompt | None]
 
 
 def prompt_book(prompts: list[Prompt]) -> PromptBook:

@@ -19,7 +19,8 @@ from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, s
 from rlpipe.store.artifacts import read_manifest
 
 log = logging.getLogger(__name__)
-ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
+# mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
+ONPOLICY_MAX = 1e-6
 
 
 async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:

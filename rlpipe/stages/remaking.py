@@ -166,7 +166,8 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
             made = _whole(run.store, ref, made)
         else:
             made = whole_policy(run.store, ref, Path(scratch))
-        write_trained_template(run.config.model, made)  # older code stored the one that the base had
+        # older code stored the one that the base had
+        write_trained_template(run.config.model, made)
         os.rename(made, target)
     return number
 

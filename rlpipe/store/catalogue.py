@@ -238,7 +238,8 @@ class Catalogue:
 
     def iterations(self) -> list[tuple[str, IterationRecord]]:
         """(run, record) of all committed iterations of RL; a fork's with those that it shares."""
-        shown: list[tuple[str, str, int]] = []  # the run it is shown under, the one that made it, iteration
+        # the run it is shown under, the one that made it, iteration
+        shown: list[tuple[str, str, int]] = []
         for run in self.runs:
             shared = [(self.owner(run, iteration), iteration) for iteration in range(run.first_own)]
             shown += [

@@ -71,7 +71,8 @@ class Heartbeat:
             why, looks = "", self._looks
             try:
                 self._listen()
-            except (OSError, ValueError) as error:  # no process to be had, or it ended before it was told anything
+            except (OSError, ValueError) as error:
+                # no process to be had, or it ended before it was told anything
                 why = f" ({error})"
             if looks == self._looks and not self._is_missed and not self._stop.is_set():
                 self._is_missed = True

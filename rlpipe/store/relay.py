@@ -132,7 +132,8 @@ class Relay:
         named.unlink(missing_ok=True)
         try:
             os.link(path, named)
-        except OSError:  # on a file system without second names the file is here for as long as it has the first
+        except OSError:
+            # on a file system without second names the file is here for as long as it has the first
             named = path
         return RelayedFile(named)
 

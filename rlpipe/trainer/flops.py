@@ -74,7 +74,8 @@ def flex_tokens(policy: PolicyModel) -> float | None:
     if not uses_flex(policy.lm):
         return None
     parameters = used_parameters(policy)
-    if parameters is None:  # too many, so attention is held to be cheap: what is shared is then no other
+    # too many, so attention is held to be cheap: what is shared is then no other
+    if parameters is None:
         parameters = sum(one.numel() for one in policy.lm.parameters())
     return 4.0 * parameters / max(pair_flops(policy), 1.0)
 

@@ -44,7 +44,8 @@ TOKEN_SUMS = (
     "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
     "importance_clipped_fraction", "onpolicy_abs", "reference_abs",
 )  # fmt: skip
-FIRST_STEP = ("onpolicy_abs", "reference_abs")  # what is 0 before any update, and means nothing after
+# what is 0 before any update, and means nothing after
+FIRST_STEP = ("onpolicy_abs", "reference_abs")
 STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOKEN_SUMS if name not in FIRST_STEP))
 
 

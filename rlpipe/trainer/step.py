@@ -205,7 +205,9 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
     """
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
     assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    policy.reshard()  # frees what is unsharded without a backward pass: it would go stale with the next optimizer step
+    # frees what is unsharded without a backward pass: it would go
+    # stale with the next optimizer step
+    policy.reshard()
     return logprobs
 
 

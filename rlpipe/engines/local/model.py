@@ -111,7 +111,8 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
-        self._sizes: list[tuple[UntypedStorage, int]] = []  # memory that was given back, and its bytes
+        # memory that was given back, and its bytes
+        self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
         text_config = config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -310,7 +311,8 @@ def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
         if faults := checkpoint.faults():
             raise UserError(f"{folder}: {len(faults)} of its tensors are not the model's: {'; '.join(faults[:3])}")
         tensors = {name: checkpoint.read(name) for name in tensors_of(lm)}
-        for alias, name in tied_names(lm).items():  # a tied tensor may be stored twice, but not with two values
+        # a tied tensor may be stored twice, but not with two values
+        for alias, name in tied_names(lm).items():
             if alias in checkpoint.shapes and not torch.equal(checkpoint.read(alias), tensors[name]):
                 raise UserError(f"{folder}: {alias} and {name} differ, but the model ties them")
     except (StoreError, SafetensorError, OSError) as error:

@@ -57,7 +57,8 @@ class Recorded:
                 with _ValuesUnseen():
                     self._function(*tensors)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # shapes become numbers, which is what is wanted: they never change
+                    # shapes become numbers, which is what is wanted: they never change
+                    warnings.simplefilter("ignore")
                     self._graph = torch.jit.trace(self._function, tensors, check_trace=False)
             self.proven = torch.equal(self._graph(*tensors), expected)
         except MODEL_FAULTS:

@@ -12,12 +12,13 @@ from rlpipe.report.around import Around
 from rlpipe.report.suspects.finding import Finding, Findings, rows_to_show
 
 AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
-BY_CHANCE = 0.01  # the p of the share among them, above which the label may be wrong as often as before
+# the p of the share among them, above which the label may be wrong as often as before
+BY_CHANCE = 0.01
 OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
 ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
-UNLIKE = (
-    0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
-)
+# share of them that are less like the answer than its own label: from here on
+# it is that label with a mistake
+UNLIKE = 0.9
 OFTEN = 3.0  # times as often given as it is a label: an answer that the policy has for anything
 
 

@@ -35,7 +35,8 @@ UPDATES = (
     "train/proximal_kl",
 )
 FIRST = 2  # iterations whose policy the first updates made
-FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
+# of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
+FAR_KL, FAR_CLIPPED = 0.02, 0.1
 # other suspects name these
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")
 

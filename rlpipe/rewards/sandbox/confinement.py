@@ -39,7 +39,8 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 
-FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights on files a version knows; 16 from version 5 on
+# how many rights on files a version knows; 16 from version 5 on
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, list a folder
 TCP = 3
 
@@ -77,7 +78,8 @@ RESTRICTED = [
     ((53, 199), 1, 0xF, 1),  # and of SOCK_STREAM: a pair of datagram sockets sends to any daemon's
     ((302, 261), 0, 0xFFFFFFFF, 0),  # prlimit64 of itself
 ]
-FIRST_UNKNOWN = 424  # newer calls, and those of the x32 ABI, do not exist here: Python and libc fall back
+# newer calls, and those of the x32 ABI, do not exist here: Python and libc fall back
+FIRST_UNKNOWN = 424
 EPERM, ENOSYS = 1, 38
 FILTER_MAX = 4096  # instructions
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -176,7 +178,8 @@ def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
             MS_NOSUID | MS_NODEV,
             f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}",
         )
-    except PermissionError:  # a container's root, a user: the limits of each process bound each file
+    except PermissionError:
+        # a container's root, a user: the limits of each process bound each file
         return
     closed = {path: parent for path in readable if (parent := _closed_parent(path))}
     opened = [(path, os.open(path, os.O_PATH)) for path in sorted(closed)]

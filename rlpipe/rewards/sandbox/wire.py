@@ -23,7 +23,8 @@ PROGRAM = "solution"  # the program's module, where its functions are called
 FLOAT_TOLERANCE = 1e-6  # relative, where the expected number has a fraction
 ZERO_TOLERANCE = 1e-9  # absolute, where it is 0: what rounding leaves
 ITERATED_MAX = 1_000_000  # values of an iterator that are sent
-ROUNDED = re.compile(r"[+-]?\d*\.(\d{6,})")  # a word with six decimals or more was written to so many
+# a word with six decimals or more was written to so many
+ROUNDED = re.compile(r"[+-]?\d*\.(\d{6,})")
 MUTABLE = (list, dict, set, bytearray)
 PARTS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
 VIEWS = (Iterator, type({}.keys()), type({}.values()), type({}.items()), range)
