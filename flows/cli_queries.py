@@ -25,7 +25,8 @@ def sql(
     rows: Annotated[int, typer.Option(min=1, help="rows of a table that are shown")] = 100,
     store: StoreUrl = STORE,
 ) -> None:
-    """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores, evaluations, evaluation_rollouts, artifacts."""
+    """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores,
+    evaluations, evaluation_rollouts, artifacts."""
     from rlpipe.report.queries import Queries  # DuckDB takes a moment to import
     from rlpipe.report.query_lines import answer_lines
 

@@ -1,8 +1,9 @@
-"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a warning: what it does is in the store.
+"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a
+warning: what it does is in the store.
 
-Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal where it begins a flow run inside
-of it. Here the state is taken as set, and the inner flow run begins without the outer one. Deleting a flow run so does not stop it;
-cancelling it does.
+Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal
+where it begins a flow run inside of it. Here the state is taken as set, and the inner flow run
+begins without the outer one. Deleting a flow run so does not stop it; cancelling it does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ async def set_state(self: PrefectClient, flow_run_id: UUID | str, state: State[A
 
 
 async def begin_inside(self: PrefectClient, task: Any, flow_run_id: UUID | None, *args: Any, **named: Any) -> Any:
-    """The task run by which a flow run belongs to the one around it; to none where the row of that one is gone."""
+    """The task run by which a flow run belongs to the one around it; to none
+    where the row of that one is gone."""
     try:
         return await create_task_run(self, task, flow_run_id, *args, **named)
     except httpx.HTTPStatusError as error:

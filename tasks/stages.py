@@ -1,6 +1,8 @@
-"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when its result was committed before.
+"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when
+its result was committed before.
 
-And the task start_service: a node of the trainer gang, or of the engines, as a run of its deployment.
+And the task start_service: a node of the trainer gang, or of the
+engines, as a run of its deployment.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def _task(
     @task(
         name=verb,
         description=function.__doc__,
-        tags={f"stage:{verb}"},  # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        tags={f"stage:{verb}"},
         task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,
         retry_delay_seconds=RETRY_DELAY_S,
@@ -76,7 +79,8 @@ def _task(
 
 
 def _run_name(verb: str, arguments: dict[str, Any]) -> str:
-    """Examples: "generate 00012 round 0 shard 3", and where there is nothing to count "prepare tokenizer"."""
+    """Examples: "generate 00012 round 0 shard 3", and where there is
+    nothing to count "prepare tokenizer"."""
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
