@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/colocate.py
 
-A run of three iterations with `engines.colocate`, on a CPU, of a new model of 32M parameters (126 MB of weights in float32, another 252 MB of moments).
-The memory that each process has alone (USS) is looked up many times a second. A process holds its share when it has more than half of the weights above
-the least that it had when it was the other's turn. Draws docs/colocate-memory.png; the exit code is 1 when both ever held theirs.
+A run of three iterations with `engines.colocate`, on a CPU, of a new model of 32M parameters (126
+MB of weights in float32, another 252 MB of moments). The memory that each process has alone (USS)
+is looked up many times a second. A process holds its share when it has more than half of the
+weights above the least that it had when it was the other's turn. Draws docs/colocate-memory.png;
+the exit code is 1 when both ever held theirs.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def held_mb(members: dict[int, str], name: str) -> float:
 
 
 def least_mb(looks: list[Look], name: str) -> float:
-    """The least that a process had but for a few looks: one that ends gives its memory back piece by piece."""
+    """The least that a process had but for a few looks: one that ends gives
+    its memory back piece by piece."""
     return sorted(look.held[name] for look in looks)[len(looks) // 50]
 
 

@@ -1,13 +1,17 @@
-"""Policies as differences: bytes and seconds of each over real training steps of a real model in bf16, beside the whole policy and a raw copy.
+"""Policies as differences: bytes and seconds of each over real training steps of a real model in
+bf16, beside the whole policy and a raw copy.
 
-    .venv/bin/python benchmarks/deltas.py [--iterations 6] [--steps 4] [--learning-rate 1e-6] [--model FOLDER] [--store FOLDER]
+    .venv/bin/python benchmarks/deltas.py [--iterations 6] [--steps 4] [--learning-rate 1e-6]
+        [--model FOLDER] [--store FOLDER]
 
-Trains the model of `make smollm2` with rlpipe's own trainer, on texts of this repository as completions with random rewards. After each
-iteration the policy is stored as its difference to the one before, as a run with `checkpoint.full_every = 100` does it. Printed are the
-numbers that changed, the bytes of the policy and of what is stored, and the seconds: of making the difference (read, XOR, compress, hash),
-of a whole file into the store (hash, write, fsync), of rebuilding the policy beside its base as an engine's host does (fetch, check,
-rebuild, hash), and of a plain copy of the whole file with fsync. At the end the newest policy is rebuilt through all differences and compared
-with the trainer's own, byte for byte.
+Trains the model of `make smollm2` with rlpipe's own trainer, on texts of this repository as
+completions with random rewards. After each iteration the policy is stored as its difference to the
+one before, as a run with `checkpoint.full_every = 100` does it. Printed are the numbers that
+changed, the bytes of the policy and of what is stored, and the seconds: of making the difference
+(read, XOR, compress, hash), of a whole file into the store (hash, write, fsync), of rebuilding the
+policy beside its base as an engine's host does (fetch, check, rebuild, hash), and of a plain copy
+of the whole file with fsync. At the end the newest policy is rebuilt through all differences and
+compared with the trainer's own, byte for byte.
 """
 
 from __future__ import annotations

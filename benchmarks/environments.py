@@ -1,10 +1,14 @@
-"""Thousands of rollouts at once in an environment that waits: seconds, memory and threads of one flow process.
+"""Thousands of rollouts at once in an environment that waits: seconds, memory
+and threads of one flow process.
 
-    .venv/bin/python benchmarks/environments.py [--rollouts 2000] [--turns 4] [--step-s 1] [--processes 64]
+    .venv/bin/python benchmarks/environments.py [--rollouts 2000] [--turns 4] [--step-s 1]
+        [--processes 64]
 
-The environment takes a second for each answer, and no processor. First its `async` form, all rollouts in one process; then its sync form, one
-call at a time in each of `--processes`. Two engines are played, in processes of their own, which answer /generate as SGLang does. The rest is
-rlpipe's own: the turns, the pool of engines and its client, the tokenizer, the processes of environments.
+The environment takes a second for each answer, and no processor. First its `async` form, all
+rollouts in one process; then its sync form, one call at a time in each of `--processes`. Two
+engines are played, in processes of their own, which answer /generate as SGLang does. The rest is
+rlpipe's own: the turns, the pool of engines and its client, the tokenizer, the processes of
+environments.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ def one_turn(tokenizer: ChatTokenizer) -> bytes:
 
 
 class Watch:
-    """The most threads and memory of this process, and the memory of its environments, while `watched` runs."""
+    """The most threads and memory of this process, and the memory of its
+    environments, while `watched` runs."""
 
     def __init__(self) -> None:
         self.threads, self.flow_mb, self.workers_mb, self.num_workers = 0, 0.0, 0.0, 0

@@ -1,9 +1,11 @@
-"""What an RL iteration of the preset `tiny` costs: per stage, in none (orchestration), and without Prefect.
+"""What an RL iteration of the preset `tiny` costs: per stage, in none
+(orchestration), and without Prefect.
 
     .venv/bin/python benchmarks/iteration.py [--pairs 8]
 
-Iterations of one run are done alternately as flow runs, with all that a run shows of them, and by the bare library, so both see the same machine and
-the same model. The time of one is that from the commit of the one before to its own.
+Iterations of one run are done alternately as flow runs, with all that a run shows of them, and by
+the bare library, so both see the same machine and the same model. The time of one is that from the
+commit of the one before to its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""Whether an adapter learns what full training learns: RL of both from the same models, over seeds and presets.
+"""Whether an adapter learns what full training learns: RL of both from the same
+models, over seeds and presets.
 
-    .venv/bin/python benchmarks/lora.py [--presets tiny:20:4 smollm2:6:10] [--seeds 3] [--folder DIR]
+    .venv/bin/python benchmarks/lora.py [--presets tiny:20:4 smollm2:6:10] [--seeds 3]
+        [--folder DIR]
 
-A preset has its number of RL iterations behind it, and how many times the preset's learning rate the adapter's is; smollm2 is there after `make smollm2`.
+A preset has its number of RL iterations behind it, and how many times the preset's learning rate
+the adapter's is; smollm2 is there after `make smollm2`.
 
-For each preset and seed: SFT of the preset, full training, makes the model that both start from. Then RL at the preset's own learning rate, and RL of
-an adapter at so many times that. A folder that is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the mean
-over the last TAIL iterations; the standard error is over seeds), and draws docs/lora-curves.png.
+For each preset and seed: SFT of the preset, full training, makes the model that both start from.
+Then RL at the preset's own learning rate, and RL of an adapter at so many times that. A folder that
+is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the
+mean over the last TAIL iterations; the standard error is over seeds), and draws
+docs/lora-curves.png.
 """
 
 from __future__ import annotations
@@ -64,7 +69,8 @@ def rlpipe_run(folder: Path, preset: str, run: str, *sets: str) -> None:
 
 
 def train(folder: Path, preset: str, seed: int, iterations: int, adapter_rate: float | None) -> Trained:
-    """RL from the model that the preset's SFT makes; of an adapter at `adapter_rate` times the preset's learning rate."""
+    """RL from the model that the preset's SFT makes; of an adapter at `adapter_rate` times the
+    preset's learning rate."""
     config = read_config(preset, [], PRESETS)
     store, base = open_store(f"file://{folder}/store"), f"{preset}-sft-{seed}"
     rlpipe_run(folder, preset, base, f"seed={seed}", "rl.num_iterations=0", "evaluation.prompts_max=1")

@@ -1,10 +1,14 @@
-"""How long `rlpipe sql` takes over many rollouts, on the disk and on S3 (SeaweedFS on this machine).
+"""How long `rlpipe sql` takes over many rollouts, on the disk and on
+S3 (SeaweedFS on this machine).
 
-    .venv/bin/python benchmarks/queries.py [--iterations 200] [--rollouts 5000] [--rounds 3] [--folder /tmp] [--no-s3]
+    .venv/bin/python benchmarks/queries.py [--iterations 200] [--rollouts 5000] [--rounds 3]
+        [--folder /tmp] [--no-s3]
 
-Writes one run with the store's own writers: iterations of rollouts in ten shards, their scores, the batch of the groups whose rewards differ.
-Each query is a process of its own, as a user starts it; a figure is the median of the rounds, in brackets the least and the most. `cpu` is the
-processor time of the process. The first line is a query of next to nothing: starting Python, importing, listing the store.
+Writes one run with the store's own writers: iterations of rollouts in ten shards, their scores, the
+batch of the groups whose rewards differ. Each query is a process of its own, as a user starts it; a
+figure is the median of the rounds, in brackets the least and the most. `cpu` is the processor time
+of the process. The first line is a query of next to nothing: starting Python, importing, listing
+the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rollouts to Parquet and back: in bulk, as rlpipe does, beside the plain loop of pyarrow over rows (`from_pylist`, `to_pylist`).
+"""Rollouts to Parquet and back: in bulk, as rlpipe does, beside the plain loop of pyarrow over rows
+(`from_pylist`, `to_pylist`).
 
 usage: .venv/bin/python benchmarks/records.py [ROLLOUTS] [TOKENS]
 """

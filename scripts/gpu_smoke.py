@@ -1,10 +1,14 @@
-"""The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed, verified, and measured.
+"""The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed,
+verified, and measured.
 
-usage: .venv/bin/python scripts/gpu_smoke.py --first [PART ...] [--device cpu]        the first ten minutes: scripts/gpu_first.py
-       .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python] [--preset smollm2|tiny] [--device cpu]
+usage: .venv/bin/python scripts/gpu_smoke.py --first [PART ...] [--device cpu]
+           the first ten minutes: scripts/gpu_first.py
+       .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python]
+           [--preset smollm2|tiny] [--device cpu]
 
-On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that this script starts). `--device cpu` does
-the same with so many ranks and engines on this processor. Prints a table to paste. See docs/gpu.md.
+On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that
+this script starts). `--device cpu` does the same with so many ranks and engines on this processor.
+Prints a table to paste. See docs/gpu.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The families of transformers and how they are trained, by a small new model of each: the table in docs/models.md.
+"""The families of transformers and how they are trained, by a small new model of
+each: the table in docs/models.md.
 
 `.venv/bin/python scripts/models_table.py` prints it; `--write` puts it into the page.
 """
@@ -52,8 +53,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A family: how it is trained, the largest |difference| of a logprob to the model's own forward pass, or why it is not, and whether
-    the local engine serves it."""
+    """A family: how it is trained, the largest |difference| of a logprob to the model's own forward
+    pass, or why it is not, and whether the local engine serves it."""
 
     family: str
     rows: str

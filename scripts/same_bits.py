@@ -1,9 +1,12 @@
-"""Do two checkouts compute the same? Small pipelines with the code of each; policies, Parquet files, inputs and settings are compared.
+"""Do two checkouts compute the same?
 
-usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]     (a checkout each; about 25 minutes on two cores)
+Small pipelines with the code of each; policies, Parquet files, inputs and settings are compared.
 
-The runs `begun` are begun by OLD, go on with NEW, and have to end as those that OLD did alone. A run that fails counts as a difference, and the others
-go on. Needs nothing of rlpipe itself.
+usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]
+           (a checkout each; about 25 minutes on two cores)
+
+The runs `begun` are begun by OLD, go on with NEW, and have to end as those that OLD did alone. A
+run that fails counts as a difference, and the others go on. Needs nothing of rlpipe itself.
 """
 
 from __future__ import annotations
@@ -80,7 +83,10 @@ COMPARED = (
 
 
 def rlpipe(code: Path, folder: Path, arguments: list[str]) -> bool:
-    """`rlpipe` with the code of a checkout; what looks like a setting becomes one. Returns whether it succeeded, and prints why not."""
+    """`rlpipe` with the code of a checkout; what looks like a setting becomes one.
+
+    Returns whether it succeeded, and prints why not.
+    """
     command = [part for entry in arguments for part in (["--set", entry] if "=" in entry else [entry])]
     environment = {**os.environ, "PYTHONPATH": str(code), "PREFECT_HOME": str(folder / "prefect")}
     ended = subprocess.run(
@@ -92,7 +98,8 @@ def rlpipe(code: Path, folder: Path, arguments: list[str]) -> bool:
 
 
 def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
-    """(stage, what it came to) of every committed stage: files by name and hash, settings, names of inputs from inside the run."""
+    """(stage, what it came to) of every committed stage: files by name and hash, settings, names of
+    inputs from inside the run."""
     for path in sorted((folder / "rlpipe-store" / "runs" / run).rglob("manifest.json")):
         manifest = json.loads(path.read_text())
         if manifest["stage"].split("/", 1)[0] in COMPARED:
@@ -109,7 +116,8 @@ def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
 
 
 def content(folder: Path, record: dict[str, Any]) -> object:
-    """The hash of a file; of one that names other artifacts, what it says but for their hashes, which are of manifests with times."""
+    """The hash of a file; of one that names other artifacts, what it says but for their hashes,
+    which are of manifests with times."""
     file = folder / record["name"]
     if file.name in ("base.json", "delta.json", "state.json") and file.exists():  # a pruned one is not
         return json.dumps(without_hashes(json.loads(file.read_text())))
@@ -135,7 +143,8 @@ def steering(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_files(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files of an artifact, and what they are when whole where a policy is stored as a difference."""
+    """The files of an artifact, and what they are when whole where a
+    policy is stored as a difference."""
     deltas = [folder / record["name"] for record in manifest["files"] if record["name"].endswith("/delta.json")]
     return [*manifest["files"], *(json.loads(deltas[0].read_text())["files"] if deltas else [])]
 
