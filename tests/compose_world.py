@@ -1,5 +1,6 @@
-"""The services of infra/compose.yaml without Docker: their commands, environments, health checks and order, as processes in a network
-and mount namespace of their own, where each service's name is an address. Ports and names are the file's, and collide with nobody's.
+"""The services of infra/compose.yaml without Docker: their commands, environments, health checks
+and order, as processes in a network and mount namespace of their own, where each service's name is
+an address. Ports and names are the file's, and collide with nobody's.
 
 Not as in the images: what starts Postgres and SeaweedFS there, and the user.
 """
@@ -64,7 +65,8 @@ class Compose:
         return {"PATH": path, "HOME": str(home), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **given}
 
     def _filled(self, text: str) -> str:
-        """Interpolated as compose does; a KeyError is its refusal to start without a required variable."""
+        """Interpolated as compose does; a KeyError is its refusal to
+        start without a required variable."""
         return re.sub(
             r"\$\{(\w+):([?-])([^}]*)\}", lambda found: self.secrets[found[1]] if found[2] == "?" else found[3], text
         )
@@ -80,7 +82,8 @@ class Compose:
         )  # fmt: skip
 
     def command(self, name: str) -> list[str]:
-        """The service's command, with what the image's entry point puts before it, and its volume in our folder."""
+        """The service's command, with what the image's entry point puts before
+        it, and its volume in our folder."""
         if name == "postgres":
             return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups",
                     "postgres", "-D", str(self._database()),
@@ -92,7 +95,8 @@ class Compose:
         return ["weed", *(part.replace("=/data", f"={data}") for part in parts)] if name == "s3" else parts
 
     def _database(self) -> Path:
-        """What the entry point of the Postgres image does with an empty folder: initdb, the database, the mounted scripts."""
+        """What the entry point of the Postgres image does with an empty folder: initdb, the
+        database, the mounted scripts."""
         given, data = self.environment("postgres"), self.database / "data"
         shutil.chown(self.database, "postgres", "postgres")
         (self.database / "password").write_text(given["POSTGRES_PASSWORD"])
@@ -116,7 +120,8 @@ class Compose:
         return data
 
     def up(self) -> None:
-        """Starts every service that has no profile when what it depends on is healthy, or has ended well."""
+        """Starts every service that has no profile when what it depends on
+        is healthy, or has ended well."""
         for name, service in self.services.items():
             if "profiles" in service:
                 continue

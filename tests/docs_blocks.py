@@ -1,4 +1,5 @@
-"""The shell and Python blocks of README and docs: where they are, and which of them cannot run here."""
+"""The shell and Python blocks of README and docs: where they are, and
+which of them cannot run here."""
 
 from __future__ import annotations
 
@@ -98,12 +99,17 @@ LONG = (
     "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md",
     "docs/queries.md", "docs/store.md", "docs/what-if.md",
 )  # one to five minutes each: for make nightly  # fmt: skip
-PLANNED = ("docs/data.md",)  # its run is for make nightly as well; make test plans it, and runs the like of README
+# its run is for make nightly as well; make test plans it, and runs the like of README
+PLANNED = ("docs/data.md",)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. A Python block that begins with a comment `# name.py` is the file of that name, which a shell block uses."""
+    """A fenced block.
+
+    A Python block that begins with a comment `# name.py` is the file of that
+    name, which a shell block uses.
+    """
 
     page: str
     line: int

@@ -1,7 +1,10 @@
-"""References that are easily read in part, and answers to each: right ones and wrong ones. The truth is the author's.
+"""References that are easily read in part, and answers to each: right ones and wrong ones.
 
-An answer stands in a box, after words; one that begins with "!" is the whole completion. `python -m tests.math_hard_pairs` prints how
-`math` and `deepscaler` decide, and math-verify as its README uses it.
+The truth is the author's.
+
+An answer stands in a box, after words; one that begins with "!" is the whole completion.
+`python -m tests.math_hard_pairs` prints how `math` and `deepscaler` decide, and
+math-verify as its README uses it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Pairs that were written before the rules were read, as people and models write them, and first scored by rules that were not tuned on them.
+"""Pairs that were written before the rules were read, as people and models write them, and first
+scored by rules that were not tuned on them.
 
-Of FIRST 195 right answers of 218 got 1.0, 22 got 0.0, 1 an error; of the wrong ones 3 of 192 got 1.0, 1 an error. Then the kinds that these
-showed were mended, and SECOND was written: 76 of 88 right ones got 1.0; of the wrong ones 2 of 76 got 1.0, 1 an error; mended as well.
-THIRD is what a reader found after that, of some 770 pairs.
-The form is that of math_hard_pairs.HARD.
+Of FIRST 195 right answers of 218 got 1.0, 22 got 0.0, 1 an error; of the wrong ones 3 of 192 got
+1.0, 1 an error. Then the kinds that these showed were mended, and SECOND was written: 76 of 88
+right ones got 1.0; of the wrong ones 2 of 76 got 1.0, 1 an error; mended as well. THIRD is what a
+reader found after that, of some 770 pairs. The form is that of math_hard_pairs.HARD.
 """
 
 FIRST: list[tuple[str, list[str], list[str]]] = [

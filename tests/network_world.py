@@ -1,4 +1,7 @@
-"""Nodes of a network on one machine: a network namespace each, joined by a bridge. Where those cannot be made: addresses of loopback."""
+"""Nodes of a network on one machine: a network namespace each, joined by a bridge.
+
+Where those cannot be made: addresses of loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from dataclasses import dataclass
 from tests.deadlines import DEADLINE_S
 
 NET = "10.9.8"
-BURST_BYTES = 256 * 1024  # of a throttled cable: more than the largest piece that the kernel hands over
+# of a throttled cable: more than the largest piece that the kernel hands over
+BURST_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class Node:
-    """`inside` goes before a command that is to run on the node; who is elsewhere reaches it at `address`.
+    """`inside` goes before a command that is to run on the node; who is
+    elsewhere reaches it at `address`.
 
-    `ends`: of its cable, each a command's beginning and the device there; what is sent at the first end goes to the node. None on loopback.
+    `ends`: of its cable, each a command's beginning and the device there; what is sent at the first
+    end goes to the node. None on loopback.
     """
 
     inside: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""Runs `rlpipe` as a user does: as a process, in a folder of its own. Shared by the end-to-end tests."""
+"""Runs `rlpipe` as a user does: as a process, in a folder of its own.
+
+Shared by the end-to-end tests.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ MINI = [
 ]  # fmt: skip
 
 # rows that take SLOW_S to read: in the preflight, and again in the SFT
-SLOW_S = 55.0  # longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
+# longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
+SLOW_S = 55.0
 IDLE_S = 5
 STARTED: list[subprocess.Popen[str]] = []  # by a test: none outlives it (conftest.py)
 SLOW_WORDS = f"""
@@ -46,10 +50,12 @@ def rows(rows_max, **_):
 
 @dataclass
 class Folder:
-    """A working directory with a store, and the environment its commands run in. `inside` goes before a command: another node.
+    """A working directory with a store, and the environment its commands run in.
 
-    A run has MLflow only when it is `tracked`, and a Prefect server of its own when no PREFECT_API_URL is in `environment`: each
-    takes a quarter of a short run's time.
+    `inside` goes before a command: another node.
+
+    A run has MLflow only when it is `tracked`, and a Prefect server of its own when no
+    PREFECT_API_URL is in `environment`: each takes a quarter of a short run's time.
     """
 
     path: Path
@@ -130,7 +136,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run `a` of MINI that nothing happens to, three iterations longer: what it ends with at 5 and at 8."""
+    """A run `a` of MINI that nothing happens to, three iterations longer:
+    what it ends with at 5 and at 8."""
 
     folder: Folder
     duration_s: float  # until its fifth iteration

@@ -140,7 +140,8 @@ class Stand:
         return state
 
     def retry(self, flow_run: str) -> None:
-        """As somebody does in the UI, with a flow run that has failed; returns when that is its state no more."""
+        """As somebody does in the UI, with a flow run that has failed; returns
+        when that is its state no more."""
         self.prefect("flow-run", "retry", flow_run)
         until(
             lambda: self.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] != "FAILED",
@@ -155,8 +156,11 @@ class Stand:
 
 
 def call(method: str, url: str, body: object = None, auth: str | None = None) -> Any:
-    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when the database is locked or away (503), and
-    where asking changes nothing when a busy disk kept the answer longer than a minute."""
+    """The JSON answer of an HTTP call with a JSON body.
+
+    Asked again, as Prefect's client does, when the database is locked or away (503), and where
+    asking changes nothing when a busy disk kept the answer longer than a minute.
+    """
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if auth:
@@ -178,7 +182,10 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
 
 @contextlib.contextmanager
 def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server with the repository's deployments and a worker of pool `cpu`. `environment`: of all of them, beside this process's."""
+    """A server with the repository's deployments and a worker of pool `cpu`.
+
+    `environment`: of all of them, beside this process's.
+    """
     with running_server(path, environment) as stand:
         stand.spawn("worker", "worker", "start", "--pool", "cpu")
         yield stand
@@ -200,7 +207,10 @@ def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterat
 
 @contextlib.contextmanager
 def running_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server with the repository's deployments, and nobody who works on them. With an `environment` they are made in it."""
+    """A server with the repository's deployments, and nobody who works on them.
+
+    With an `environment` they are made in it.
+    """
     is_deployed = environment is None and new_deployed_home(path / "home", _deploy_in)
     with bare_server(path, environment) as stand:
         if not is_deployed:

@@ -1,4 +1,5 @@
-"""A program of four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and how far apart they come out."""
+"""A program of four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and
+how far apart they come out."""
 
 from __future__ import annotations
 
@@ -84,7 +85,10 @@ def distance(here: dict[str, Tensor], there: dict[str, Tensor]) -> float:
 
 
 def main(folder: Path, *names: str) -> None:
-    """`names`: of models, each followed by options (sft or one of OPTIONS) after a colon. Example: "llama:sft,gspo"."""
+    """`names`: of models, each followed by options (sft or one of OPTIONS) after a colon.
+
+    Example: "llama:sft,gspo".
+    """
     gangs = {count: join_gang(world.options(folder, tokens_max=128, ranks=4, context_ranks=count)) for count in SHARED}
     first, seen = gangs[1], []
 

@@ -1,4 +1,5 @@
-"""The Parquet files of a store as any other tool reads them: rows are dicts, and the schemas stand here in full."""
+"""The Parquet files of a store as any other tool reads them: rows are dicts, and
+the schemas stand here in full."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ ROLLOUTS = pa.schema(
         ("finish_reason", pa.string()),
         ("seed", pa.int64()),
         ("engine", pa.string()),
-        ("environment", pa.string()),  # JSON: reward, num_turns, fault, metrics, messages; empty without an environment
+        # JSON: reward, num_turns, fault, metrics, messages; empty without an environment
+        ("environment", pa.string()),
     ]
 )
 SCORES = pa.schema([*ROLLOUTS, ("reward", pa.float64()), ("reward_parts", pa.string()), ("reward_fault", pa.string())])

@@ -1,7 +1,9 @@
-"""Programs that try to do harm, and how each must end. Run as a script in other worlds too: standard library and rlpipe only.
+"""Programs that try to do harm, and how each must end.
 
-None can hurt the machine when the sandbox fails: forks stop at 100, memory is never touched, writing stops at 1 GB, the killed process
-is one that the test has started for that.
+Run as a script in other worlds too: standard library and rlpipe only.
+
+None can hurt the machine when the sandbox fails: forks stop at 100, memory is never touched,
+writing stops at 1 GB, the killed process is one that the test has started for that.
 """
 
 import json
@@ -25,7 +27,8 @@ PATIENT = ProgramLimits(time_s=DEADLINE_S, total_s=DEADLINE_S, memory_mb=256, pr
 LOOP_S = 0.3  # short: what loops is given up
 HASTY = ProgramLimits(time_s=LOOP_S, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)
 
-# name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An output of None: see `judge`.
+# name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An
+# output of None: see `judge`.
 HOSTILE: dict[str, tuple[ProgramLimits, str, str, str | None]] = {
     "forks": (
         PATIENT,
@@ -380,7 +383,8 @@ KILLED = ("starter", "upper supervisor", "lower supervisor")
 
 
 def kill_above_a_daemon(python: str, killed: str, time_s: float) -> None:
-    """SIGKILL to one of the processes above a program that has made a daemon; returns when the daemon has ended."""
+    """SIGKILL to one of the processes above a program that has made a daemon;
+    returns when the daemon has ended."""
     mark = f"{int.from_bytes(os.urandom(4), 'big') + 100000}"
     pipe = subprocess.PIPE
     starter = subprocess.Popen(
@@ -415,7 +419,10 @@ def _children(parent: int) -> list[int]:
 
 
 def judge(name: str, world: str, got: dict[str, Any]) -> None:
-    """Asserts that a hostile program ended as documented. `world`: "root", "container" (root who cannot mount) or "user"."""
+    """Asserts that a hostile program ended as documented.
+
+    `world`: "root", "container" (root who cannot mount) or "user".
+    """
     _, _, status, output = HOSTILE[name]
     assert got["status"] == status, got
     if name == "forks":
@@ -439,7 +446,8 @@ DOCKER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)  # of a c
 
 
 def enter_container() -> None:
-    """From here on this process has no more rights than in a usual container: no mounts, no namespaces."""
+    """From here on this process has no more rights than in a usual
+    container: no mounts, no namespaces."""
     words = struct.pack("=2I", sum(1 << bit for bit in DOCKER_CAPABILITIES), 0)
     kept = (words[:4] * 2 + bytes(4)) + (words[4:] * 2 + bytes(4))
     for bit in set(range(41)) - set(DOCKER_CAPABILITIES):

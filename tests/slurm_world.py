@@ -1,4 +1,5 @@
-"""A real Slurm of several nodes on this machine, in a network and mount namespace of its own: each node an address, CPUs and GPUs claimed."""
+"""A real Slurm of several nodes on this machine, in a network and mount namespace of its own: each
+node an address, CPUs and GPUs claimed."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Slurm:
         )
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        """The output of a command on the login node; AssertionError with its errors when it fails."""
+        """The output of a command on the login node; AssertionError
+        with its errors when it fails."""
         told = subprocess.run(
             self._inside(*command, cwd=cwd),
             capture_output=True,

@@ -1,4 +1,5 @@
-"""What a team has, on one machine: a Prefect server on Postgres, a worker for each of the three pools, MLflow, an S3 server."""
+"""What a team has, on one machine: a Prefect server on Postgres, a worker for each of the three
+pools, MLflow, an S3 server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The endpoint, asked by the openai package as it comes from PyPI: what is answered, and what is recorded of it."""
+"""The endpoint, asked by the openai package as it comes from PyPI: what is
+answered, and what is recorded of it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ async def client_of(rollout: AgentRollout) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def use_the_tool(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[Any], str]:
-    """One turn with a tool call, one with the answer: the conversation after it, and what was said at last."""
+    """One turn with a tool call, one with the answer: the conversation after
+    it, and what was said at last."""
     first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
     [call] = first.choices[0].message.tool_calls or []
     messages = [*messages, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "12"}]

@@ -1,4 +1,5 @@
-"""Agents, as processes, that end while calls of their own are in flight, in every way: engines may sleep once the rollout has ended."""
+"""Agents, as processes, that end while calls of their own are in flight, in every way: engines may
+sleep once the rollout has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The processes of agents: whatever one does, its rollout ends with a reason, the others go on, and nothing hangs or is left behind."""
+"""The processes of agents: whatever one does, its rollout ends with a reason, the others go on, and
+nothing hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -186,7 +187,8 @@ def left_alive(folder: Path) -> list[int]:
 async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_nothing(
     folder: Path, tokenizer: ChatTokenizer
 ) -> None:
-    """Daemons that hold its pipes made each rollout an agent_timeout, and lived on; what it printed was all kept in memory."""
+    """Daemons that hold its pipes made each rollout an agent_timeout, and lived on; what it printed
+    was all kept in memory."""
     (folder / "leaves.py").write_text(LEAVES)
     agents = Agents(RlConfig(agent="python leaves.py", agents_max=1, agent_timeout_s=DEADLINE_S), tokenizer)
     try:

@@ -1,4 +1,5 @@
-"""The stage generate with an agent: what is in the rollouts, what a limit or a fault becomes, and what a process that takes over asks again."""
+"""The stage generate with an agent: what is in the rollouts, what a limit or a fault becomes, and
+what a process that takes over asks again."""
 
 from __future__ import annotations
 

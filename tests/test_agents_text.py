@@ -1,4 +1,5 @@
-"""What a policy or an agent writes is text, or a counted fault of its rollout: nothing of it is an error of ours, in any template."""
+"""What a policy or an agent writes is text, or a counted fault of its rollout: nothing of it is an
+error of ours, in any template."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
 
 
 def said(text: str, request: ChatRequest = REQUEST) -> dict[str, Any]:
-    """The message that a completion becomes, as the tokenizer would decode it: without halves of surrogate pairs."""
+    """The message that a completion becomes, as the tokenizer would decode it:
+    without halves of surrogate pairs."""
     return assistant_message(
         text.encode(errors="replace").decode(), request, lambda number: f"functions.calculator:{number}"
     )
@@ -129,7 +131,8 @@ def test_a_call_is_one_up_to_the_depth_that_is_written_again() -> None:
 
 
 def test_a_completion_that_opens_calls_and_ends_none_is_read_in_a_moment() -> None:
-    """Each `<tool_call>` was looked for to the end of the text: 7 s of a processor for 96,000 characters."""
+    """Each `<tool_call>` was looked for to the end of the text: 7 s of a
+    processor for 96,000 characters."""
     text = "<tool_call>{}" * 200_000
     assert said(text)["content"] == text
 
@@ -164,7 +167,8 @@ def test_a_reward_that_is_no_finite_number_is_a_fault(reward: Any) -> None:
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded(chats: dict[str, ChatTokenizer]) -> None:
-    """One message of an agent, of 16 MB, kept the interpreter's lock for 17 s: no other rollout was answered meanwhile."""
+    """One message of an agent, of 16 MB, kept the interpreter's lock for 17 s: no other
+    rollout was answered meanwhile."""
     chat, text, tokens, num_turns = chats["qwen2.5"], "12 * 3 is hello " * 60_000, list[int](), 0
     assert len(text) > LONG_CHARS
     encoding = threading.Thread(target=lambda: tokens.extend(chat._encoder.encode(text)))

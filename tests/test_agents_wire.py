@@ -1,4 +1,5 @@
-"""What the endpoint writes is strict JSON in the form of its route, whatever the body is and whatever the policy says."""
+"""What the endpoint writes is strict JSON in the form of its route, whatever the body is and
+whatever the policy says."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Answer:
 
 
 def strictly_read(text: str) -> Any:
-    """As a reader of another language has it: no NaN, no infinite number, no half of a surrogate pair."""
+    """As a reader of another language has it: no NaN, no infinite
+    number, no half of a surrogate pair."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)

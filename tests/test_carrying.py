@@ -1,4 +1,5 @@
-"""What becomes of rollouts that were cut short: loss masks from spans, expiry, and counts that add up."""
+"""What becomes of rollouts that were cut short: loss masks from spans,
+expiry, and counts that add up."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
         Completion(tokens_of([10, 11, 12, 13, 14]), logprobs_of([-0.5] * 5), "abort", [(8, 3), (9, 2)], "engine-0"),
         NOTHING_YET,
     ]
-    assert prior_of(rows[1], 5).finished  # a fork that allows fewer tokens has nothing left to sample
+    # a fork that allows fewer tokens has nothing left to sample
+    assert prior_of(rows[1], 5).finished
 
 
 def test_a_rollout_whose_oldest_token_is_too_old_starts_again_and_is_counted() -> None:

@@ -1,4 +1,5 @@
-"""Chat templates of real models: the text is transformers', and loss lies on the assistant's text and its end-of-turn token only."""
+"""Chat templates of real models: the text is transformers', and loss lies on the assistant's text
+and its end-of-turn token only."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_default_system_prompt_gives_way_and_never_carries_loss() -> None:
     )
     given = text_of(chat, chat.encode_prompt([SYSTEM, USER]))
     assert given == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    # the assistant speaks first, and says what stands in the default system prompt or in a token's name
+    # the assistant speaks first, and says what stands in the default
+    # system prompt or in a token's name
     for said in ("You", "AI", "im_end"):
         assert pieces(chat, [{"role": "assistant", "content": said}]) == [[*said, "<|im_end|>"]]
 

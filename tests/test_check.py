@@ -1,4 +1,5 @@
-"""scripts/check.sh, with tools that are played: which parts run, and what it says of them in the end."""
+"""scripts/check.sh, with tools that are played: which parts run, and
+what it says of them in the end."""
 
 from __future__ import annotations
 

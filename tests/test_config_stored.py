@@ -1,10 +1,13 @@
-"""A config as the store keeps it: runs that were started with older code go on, and the settings of their stages are the same bytes.
+"""A config as the store keeps it: runs that were started with older code go on, and the settings of
+their stages are the same bytes.
 
-`run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is what its stages/settings.py gave.
-There `rl.reward_fallback` was 0.0 where it was not given. Today it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings of scores, batches and
-evaluations as it changes what they hold; so does `model.control_tokens`, which was not there and is "text". So where settings of then are
-compared with settings of now, what was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it, a
-test of its own says.
+`run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is
+what its stages/settings.py gave. There `rl.reward_fallback` was 0.0 where it was not given. Today
+it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings
+of scores, batches and evaluations as it changes what they hold; so does `model.control_tokens`,
+which was not there and is "text". So where settings of then are compared with settings of now, what
+was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it,
+a test of its own says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Control tokens that data, environments, agents or tools write are letters; those of the template, and the assistant's own, are tokens.
+"""Control tokens that data, environments, agents or tools write are letters; those of the template,
+and the assistant's own, are tokens.
 
-And what rewards read of a completion: marks stay, also where they are special tokens; what begins, ends or fills a text does not.
+And what rewards read of a completion: marks stay, also where they are special tokens; what begins,
+ends or fills a text does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tokens that only the files beside tokenizer.json add have the ids that transformers gives them, or are refused by name."""
+"""Tokens that only the files beside tokenizer.json add have the ids that transformers gives them,
+or are refused by name."""
 
 from __future__ import annotations
 

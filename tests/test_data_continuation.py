@@ -1,4 +1,5 @@
-"""What an environment says, as tokens that follow the policy's: the conversation of whole turns has the very same tokens."""
+"""What an environment says, as tokens that follow the policy's: the conversation of whole
+turns has the very same tokens."""
 
 from __future__ import annotations
 

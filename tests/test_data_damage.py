@@ -1,4 +1,5 @@
-"""Data that are damaged, odd or hostile: one line that names the file and row, or the function, and never a traceback."""
+"""Data that are damaged, odd or hostile: one line that names the file and row, or the
+function, and never a traceback."""
 
 import datetime
 import json
@@ -141,7 +142,8 @@ def test_a_bad_csv_is_named(text: bytes, said: str, tmp_path: Path) -> None:
 
 
 def damaged(original: bytes, numbers: random.Random) -> bytes:
-    """The bytes with up to five flipped, sometimes cut; Parquet's footer more often than by chance."""
+    """The bytes with up to five flipped, sometimes cut; Parquet's
+    footer more often than by chance."""
     data = bytearray(original)
     for _ in range(numbers.choice([1, 1, 2, 5])):
         first = numbers.choice([0, max(0, len(data) - 1500)])
@@ -339,7 +341,8 @@ def test_an_import_that_waits_is_given_up_with_its_name_and_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = f"waits_{where.__name__}_{beside.__name__}"  # a thread that is left behind holds the lock of its module
+    # a thread that is left behind holds the lock of its module
+    name = f"waits_{where.__name__}_{beside.__name__}"
     (tmp_path / f"{name}.py").write_text("import time\n\n\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(user_code, "IDLE_S", 0.3)

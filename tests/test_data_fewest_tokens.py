@@ -1,4 +1,5 @@
-"""What is refused for its characters would be refused for its tokens, wherever the bound is exact; and where it is not, that is known."""
+"""What is refused for its characters would be refused for its tokens, wherever the bound is exact;
+and where it is not, that is known."""
 
 from __future__ import annotations
 

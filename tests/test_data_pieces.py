@@ -1,4 +1,5 @@
-"""Pieces of a conversation have the tokens that they have in the whole, whatever the tokenizer puts before a text."""
+"""Pieces of a conversation have the tokens that they have in the whole, whatever
+the tokenizer puts before a text."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlpipe.data.chat import ChatTokenizer
 
-# a turn that ends with a token; the same where the assistant's head ends with a space; Llama 2's way
+# a turn that ends with a token; the same where the assistant's head
+# ends with a space; Llama 2's way
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<|u|>{{ m.content }}<|a|>"
     "{% endif %}{% endfor %}"

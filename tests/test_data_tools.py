@@ -1,4 +1,5 @@
-"""Conversations with tools: read from every kind of source into one form, and written as transformers writes them, with loss on the calls."""
+"""Conversations with tools: read from every kind of source into one form, and written as
+transformers writes them, with loss on the calls."""
 
 from __future__ import annotations
 

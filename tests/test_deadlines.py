@@ -1,4 +1,5 @@
-"""A deadline of a test finds what hangs: it is made of the constants of tests/deadlines.py, and no test asserts a time."""
+"""A deadline of a test finds what hangs: it is made of the constants of
+tests/deadlines.py, and no test asserts a time."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def clock(node: ast.AST) -> bool:
 
 
 def bounded(node: ast.AST) -> bool:
-    """A comparison that says that a time is short; that something took long is true on a busy machine too."""
+    """A comparison that says that a time is short; that something took long
+    is true on a busy machine too."""
     if not isinstance(node, ast.Compare):
         return False
     sides = [node.left, *node.comparators]
@@ -62,7 +64,8 @@ def bounded(node: ast.AST) -> bool:
 
 
 def bare(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """The deadlines of a module that are numbers, the times that it asserts, and its loops until a time."""
+    """The deadlines of a module that are numbers, the times that it
+    asserts, and its loops until a time."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from (

@@ -1,4 +1,5 @@
-"""README and docs, read: every block has a language, runs in test_e2e_docs.py or is listed with why not, and every link leads somewhere."""
+"""README and docs, read: every block has a language, runs in test_e2e_docs.py or is listed with why
+not, and every link leads somewhere."""
 
 from __future__ import annotations
 

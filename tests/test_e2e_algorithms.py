@@ -1,4 +1,5 @@
-"""Options of docs/algorithms.md through whole runs, as a user sets them; and a mismatch that stops one."""
+"""Options of docs/algorithms.md through whole runs, as a user sets them;
+and a mismatch that stops one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bad input ends in a message that names field, file or row and the fix: exit code 2, and nothing is written."""
+"""Bad input ends in a message that names field, file or row and the fix: exit
+code 2, and nothing is written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.conftest import S3Server
 from tests.pipeline import Folder
 
 pytestmark = pytest.mark.e2e
-AT_NIGHT = pytest.mark.nightly  # refused at the same places as the others; unit tests and fuzz/ have what is said
+# refused at the same places as the others; unit tests and fuzz/ have what is said
+AT_NIGHT = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

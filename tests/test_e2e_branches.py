@@ -1,5 +1,5 @@
-"""`rl.branches = "all"` end to end: every reply is trained once, and a run that was killed and one that is redone end
-with the same bits."""
+"""`rl.branches = "all"` end to end: every reply is trained once, and a run that was killed and one
+that is redone end with the same bits."""
 
 from __future__ import annotations
 

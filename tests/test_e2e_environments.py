@@ -1,4 +1,5 @@
-"""The calculator end to end: what is trained on is what was sampled, and a killed run has the same bits."""
+"""The calculator end to end: what is trained on is what was sampled, and
+a killed run has the same bits."""
 
 from __future__ import annotations
 

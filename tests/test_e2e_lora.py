@@ -1,4 +1,5 @@
-"""A pipeline that trains an adapter: killed in the middle it ends with the same bits; its policies are small, and a whole model when asked for."""
+"""A pipeline that trains an adapter: killed in the middle it ends with the same bits; its policies
+are small, and a whole model when asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run whose store on S3 and whose Prefect server are away, fail and hang for a while: the bits of one that nothing happened to."""
+"""A run whose store on S3 and whose Prefect server are away, fail and hang for a while: the bits of
+one that nothing happened to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Planted secrets leave no trace, nothing listens beyond loopback, and nothing that comes in is unpickled: whole runs, right and wrong."""
+"""Planted secrets leave no trace, nothing listens beyond loopback, and nothing that comes in is
+unpickled: whole runs, right and wrong."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ sys.addaudithook(_hook)
 
 
 class Grader(BaseHTTPRequestHandler):
-    """Answers with what it was asked with, as unkind services do, when it fails: also every ECHO_EVERYth time, each time in another form."""
+    """Answers with what it was asked with, as unkind services do, when it fails: also every
+    ECHO_EVERYth time, each time in another form."""
 
     numbers = itertools.count(1)
 
@@ -145,7 +147,8 @@ def family(stand: Stand) -> list[psutil.Process]:
 
 
 class Watch(threading.Thread):
-    """Looks at the processes of a stand while it works: what their command lines say, and where they listen."""
+    """Looks at the processes of a stand while it works: what their command
+    lines say, and where they listen."""
 
     def __init__(self, stand: Stand) -> None:
         super().__init__(daemon=True)
@@ -197,7 +200,8 @@ def found_in(data: bytes, environment: dict[str, str]) -> list[str]:
 
 
 def traces(stand: Stand, environment: dict[str, str], *folders: Path) -> dict[str, list[str]]:
-    """Where which secrets are found: in files (Prefect's and MLflow's databases are some), what the servers say, and the store."""
+    """Where which secrets are found: in files (Prefect's and MLflow's databases are some), what the
+    servers say, and the store."""
     found = {str(path): found_in(path.read_bytes(), environment)
              for folder in folders for path in folder.rglob("*") if path.is_file()}  # fmt: skip
     for what in ("flow_runs", "task_runs", "logs", "artifacts", "events", "deployments"):

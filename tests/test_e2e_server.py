@@ -1,4 +1,5 @@
-"""`rlpipe server`: on SQLite, writers at the same time wait for one another, and none is refused."""
+"""`rlpipe server`: on SQLite, writers at the same time wait for
+one another, and none is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training without an engine: an iteration redone from what is stored, and whole runs on stored rollouts."""
+"""Training without an engine: an iteration redone from what is stored, and
+whole runs on stored rollouts."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def data_sets(*uses: str) -> str:
     return "data=" + inline([{**entry, "rows_max": 400} for entry in entries if entry["use"] in uses])
 
 
-# no evaluation set: only generate needs an engine. Two sampling rounds an iteration: 8 groups are never the 16
-# that are enough, nor are 16 more than are trained
+# no evaluation set: only generate needs an engine. Two sampling rounds an iteration: 8 groups are
+# never the 16 that are enough, nor are 16 more than are trained
 SOURCE = [*(each for each in MINI if not each.startswith("data.")), data_sets("sft", "rl"),
           f"rl.num_iterations={ITERATIONS}",
           "rl.filters={diversity = 0.9}", "rl.rounds_max=2", "rl.groups_min=16",
@@ -142,7 +143,8 @@ def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_i
     assert engine_files(folder, "other") == []
     assert folder.final_sha256("other", ITERATIONS) != folder.final_sha256("a", ITERATIONS)
     assert metrics_of(folder, "other")["rollout/num_tokens"] == metrics_of(folder, "a")["rollout/num_tokens"]
-    # wanting more groups than are stored samples no third round, and the stored scores are the redone ones
+    # wanting more groups than are stored samples no third round, and the
+    # stored scores are the redone ones
     code, output = folder.rlpipe(*fork(folder, "again", "filter", "rl.rounds_max=9", "rl.groups_min=99", run="other"))
     assert code == 0, output[-3000:]
     assert (metrics_of(folder, "again")["rollout/rounds"], stages_of(folder, "again") - {"state"}) == (

@@ -1,4 +1,5 @@
-"""Whole runs that start or stand elsewhere than the preset's: from a model on disk, and with the engines of other hosts."""
+"""Whole runs that start or stand elsewhere than the preset's: from a model on disk, and with the
+engines of other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines that load an adapter beside their base: which do, with what they are started, in what order they are told, and what they are asked for."""
+"""Engines that load an adapter beside their base: which do, with what they are started, in what
+order they are told, and what they are asked for."""
 
 from __future__ import annotations
 
@@ -192,7 +193,8 @@ async def test_what_an_engine_is_told_of_each_policy(tmp_path: Path) -> None:
 async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the base first, for minutes; behind its back the adapter was removed, and the restart was for nothing."""
+    """It reads the base first, for minutes; behind its back the adapter was removed, and the
+    restart was for nothing."""
     local = tmp_path / "weights"
     host = EngineHost(settings("sglang"), SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
     host.weights, restarted, newest = (

@@ -1,4 +1,5 @@
-"""Engines that give their memory back while a trainer works, and take it again: real processes, real memory, the same bits."""
+"""Engines that give their memory back while a trainer works, and take it again: real processes,
+real memory, the same bits."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ async def test_a_host_s_engines_go_die_and_come_back(tmp_path: Path) -> None:
         await made.pool.release([])
         assert made.pool.version is None and await made.host.clients(made.version) == []
         made.signal(0, signal.SIGKILL)
-        await asyncio.sleep(2)  # several looks of the watch: it must not start what others have the memory for
+        # several looks of the watch: it must not start what others have the memory for
+        await asyncio.sleep(2)
         assert made.restarts() == [0, 0] and not made.engine(0).service.alive() and made.engine(1).service.alive()
         await made.serve(0)
         await made.until_back()

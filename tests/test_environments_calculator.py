@@ -1,4 +1,5 @@
-"""The calculator: what it computes, what it refuses, how a rollout goes, and the data that goes with it."""
+"""The calculator: what it computes, what it refuses, how a rollout goes,
+and the data that goes with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over-sampling in an environment: a rollout that is cut short, in a turn or between two, goes on in a later iteration as if it had not been."""
+"""Over-sampling in an environment: a rollout that is cut short, in a turn or between two, goes on
+in a later iteration as if it had not been."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The processes of environments: whatever one does, its rollout ends with a reason, the others go on, and nothing hangs."""
+"""The processes of environments: whatever one does, its rollout ends with a reason, the others go
+on, and nothing hangs."""
 
 from __future__ import annotations
 

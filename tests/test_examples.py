@@ -1,4 +1,5 @@
-"""The adapters in examples/, with the packages that they adapt, in the processes that a run plays them in."""
+"""The adapters in examples/, with the packages that they adapt, in the
+processes that a run plays them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""scripts/import_gguf.py: a GGUF file written here becomes a folder with the same model and the tokenizer it was trained with."""
+"""scripts/import_gguf.py: a GGUF file written here becomes a folder with the same model and the
+tokenizer it was trained with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The import stages: what is stored elsewhere becomes the run's own, once, and only while it is what it was."""
+"""The import stages: what is stored elsewhere becomes the run's own, once,
+and only while it is what it was."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ class Machine:
                  f'*) echo "$*" >>{self.folder}/began; exit 9;; esac')  # fmt: skip
 
     def install(self, script: str, *options: str, **environment: str) -> tuple[int, str, str]:
-        """Exit code, output and errors of a script here. 9: it had nothing against this machine, and began."""
+        """Exit code, output and errors of a script here. 9: it had nothing
+        against this machine, and began."""
         ended = subprocess.run(
             [str(self.bin / "bash"), f"scripts/{script}", *options,
              *([str(self.folder / "venv")] if script == SGLANG else [])],
@@ -198,7 +199,8 @@ def test_the_oldest_and_the_newest_versions_get_an_environment_beside_the_one_of
 def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cuda_s_on_a_machine_without_gpus(
     machine: Machine,
 ) -> None:
-    """pip leaves alone what is there and fits, and of two indexes takes the newer torch, with gigabytes of CUDA."""
+    """pip leaves alone what is there and fits, and of two indexes takes the newer
+    torch, with gigabytes of CUDA."""
     (machine.bin / "nvidia-smi").unlink()
     (machine.folder / ".venv-newest" / "bin").mkdir(parents=True)
     machine.python("3.12.4")

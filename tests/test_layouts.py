@@ -1,4 +1,5 @@
-"""What is to run fits the GPUs that it is given, and a batch fits a rank: refused in one line when the config is read."""
+"""What is to run fits the GPUs that it is given, and a batch fits a rank: refused in
+one line when the config is read."""
 
 from __future__ import annotations
 

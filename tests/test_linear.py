@@ -1,4 +1,5 @@
-"""Linear layers by oneDNN: the numbers of float64, the same bits again, and a row's bits wherever it is."""
+"""Linear layers by oneDNN: the numbers of float64, the same bits again,
+and a row's bits wherever it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of S3 and of other runs: fetched once and whole, verified, recorded, refused with the reason before anything large moves."""
+"""Models of S3 and of other runs: fetched once and whole, verified, recorded, refused with the
+reason before anything large moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights that are no numbers: named by tensor, in every number type that has such, and never served or trained from."""
+"""Weights that are no numbers: named by tensor, in every number type that has such, and never
+served or trained from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over-sampling through the stages, with engines that are played: whatever happens, no rollout, token or prompt is lost."""
+"""Over-sampling through the stages, with engines that are played: whatever happens, no rollout,
+token or prompt is lost."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ class PlayedPool:
         lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
         while running and not (enough and enough.is_set()):
             await asyncio.sleep(0)
-            index = self.random.choice(running[:6])  # the first come first, as with a bound on what is in flight
+            # the first come first, as with a bound on what is in flight
+            index = self.random.choice(running[:6])
             rollout = self.random.choice([i for i, completion in enumerate(done[index]) if not completion.finished])
             done[index][rollout] = self._longer(done[index][rollout], groups[index].params[rollout].max_new_tokens)
             self.seeds.append(groups[index].params[rollout].seed)
@@ -141,7 +143,8 @@ class PlayedPool:
 
 @dataclass
 class World:
-    """A run whose engines and rewards are played; `session` may be replaced at any time, as after a crash."""
+    """A run whose engines and rewards are played; `session` may be replaced
+    at any time, as after a crash."""
 
     folder: Path
     pool: PlayedPool
@@ -283,7 +286,8 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
 def check_surplus(
     world: World, told: JsonDict, trained: list[JsonDict], groups: list[list[JsonDict]], handed: set[int]
 ) -> None:
-    """The batch is no larger than was asked for, of the groups that came first; what is beyond it waits, or is dropped and counted."""
+    """The batch is no larger than was asked for, of the groups that came first; what is beyond it
+    waits, or is dropped and counted."""
     rl = world.session.config.rl
     wanted = max(rl.num_prompts, rl.groups_min)
     chosen = [group[0]["group_index"] for group in grouped(trained)]
@@ -329,7 +333,8 @@ async def check_run(
     assert last is not None
     assert read_manifest(world.session.run.store, last.folder).metrics["cursor"] == position
     if not faults and not crashes:
-        # the stage score takes over what ended the round; a group that waits for the next iteration is scored there once more
+        # the stage score takes over what ended the round; a group that waits for the next iteration
+        # is scored there once more
         assert world.rewards.scored == came
     return world
 

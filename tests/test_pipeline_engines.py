@@ -1,6 +1,8 @@
-"""A whole pipeline on the engine that RLPIPE_TEST_ENGINE names: local, a real SGLang or a real vLLM. A sampling process is killed in it.
+"""A whole pipeline on the engine that RLPIPE_TEST_ENGINE names: local, a real SGLang or a real
+vLLM. A sampling process is killed in it.
 
-The model is of the layout of Qwen's base models: text ends with <|endoftext|>, a turn with another token, which SFT has to teach.
+The model is of the layout of Qwen's base models: text ends with <|endoftext|>, a turn with another
+token, which SFT has to teach.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
 
 @pytest.mark.skipif(ENGINE_KIND == "local", reason="test_e2e_lora.py")
 def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: Path) -> None:
-    """The first version is the base as it is, the next one an adapter beside it; each is served once its probe holds."""
+    """The first version is the base as it is, the next one an adapter beside it; each
+    is served once its probe holds."""
     lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
     folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora)
     run = open_existing(folder.open_store(), "a")

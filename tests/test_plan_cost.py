@@ -1,4 +1,5 @@
-"""What a plan says of disk and hours: by the shapes, by what is kept, and by passes that were timed here."""
+"""What a plan says of disk and hours: by the shapes, by what is kept, and
+by passes that were timed here."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
     lines = time_lines(
         config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50)
     )
-    train_s = 10 * (20 + 800) / 1000 * (3 + 1)  # a prompt once a group; the proximal logprobs are a forward pass
+    # a prompt once a group; the proximal logprobs are a forward pass
+    train_s = 10 * (20 + 800) / 1000 * (3 + 1)
     sample_s = 2 * 100 * 0.5  # 80 rollouts in 40 places
     total_h = (10 * 10 * 50 / 1000 * 3 + 100 * (train_s + sample_s) + 3 * 1 * 100 * 0.5) / 3600
     assert f"trains {train_s:.1f} s and samples {sample_s:.1f} s; in all {total_h:.2f} h" in lines[0]

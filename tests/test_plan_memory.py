@@ -1,4 +1,5 @@
-"""What a plan says a model takes: counted on its shapes as transformers builds them, and compared with what a step really takes."""
+"""What a plan says a model takes: counted on its shapes as transformers builds them, and compared
+with what a step really takes."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
     few = hf_config({**QWEN3_8B, "num_hidden_layers": 3})
 
     def growth(ranks: int) -> int:
-        """Bytes that twice the tokens take more: gradients and a chunk of logits are whole however many share."""
+        """Bytes that twice the tokens take more: gradients and a chunk of
+        logits are whole however many share."""
         short, long = (
             trial.microbatch_bytes(few, torch.bfloat16, 1, length, False, ranks) for length in (16384, 32768)
         )

@@ -1,4 +1,5 @@
-"""What is looked at before a run starts: all faults at once, rewards on the run's own data, and no network in a plan."""
+"""What is looked at before a run starts: all faults at once, rewards on the run's own
+data, and no network in a plan."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ def commit_whole(run: Run, iteration: int) -> None:
 
 
 def made(store: Store) -> Run:
-    """Run a: two iterations, a third under way, a pruned policy, an attempt that died; b, forked at 0; c, which filters 1 again; s, only SFT."""
+    """Run a: two iterations, a third under way, a pruned policy, an attempt that died; b, forked at
+    0; c, which filters 1 again; s, only SFT."""
     run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.num_iterations=4"))
     commit_whole(run, 0)
     commit_whole(run, 1)

@@ -1,4 +1,5 @@
-"""A pruned policy is made again by a real trainer, to the bit, whoever is killed and however many do it; or not at all."""
+"""A pruned policy is made again by a real trainer, to the bit, whoever is killed and
+however many do it; or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ PRUNED = ["checkpoint.keep_policies_last=1", "checkpoint.keep_states=1"]
 
 
 class TrainerHere:
-    """A gang of one rank in this process, asked as the flow asks one: it holds one position, and writes into its run only."""
+    """A gang of one rank in this process, asked as the flow asks one: it holds one position, and
+    writes into its run only."""
 
     started, files_url, serves_files = True, "", False
 

@@ -1,4 +1,5 @@
-"""The reward `code`: which block of a completion is its program, and what a program may do that is none of its tests' business."""
+"""The reward `code`: which block of a completion is its program, and what a program may do that is
+none of its tests' business."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The reward `code`: tests written in Python all run, those that test nothing are refused, and a right program always passes."""
+"""The reward `code`: tests written in Python all run, those that test nothing are refused, and a
+right program always passes."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,5 +1,5 @@
-"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on the pairs of math_pairs.py and
-of math_hard_pairs.py, whose references are easily read in part."""
+"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on
+the pairs of math_pairs.py and of math_hard_pairs.py, whose references are easily read in part."""
 
 import re
 from pathlib import Path
@@ -23,8 +23,8 @@ def ours(answer: str, completion: str, name: str = "math") -> bool:
 
 
 def plain(answer: str, completion: str) -> bool:
-    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is put into one. Without its
-    limits of 5 s: a busy machine takes longer."""
+    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is
+    put into one. Without its limits of 5 s: a busy machine takes longer."""
     marked = any(mark in answer for mark in ("$", "\\boxed", "####"))
     gold, given = (parse(text, parsing_timeout=None) for text in (answer if marked else f"${answer}$", completion))
     return bool(verify(gold, given, timeout_seconds=None))

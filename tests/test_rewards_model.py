@@ -1,4 +1,5 @@
-"""`hf:<folder>` with a real (tiny, random) reward model in its own process: it scores what transformers does, and outlives its deaths."""
+"""`hf:<folder>` with a real (tiny, random) reward model in its own process: it scores what
+transformers does, and outlives its deaths."""
 
 import os
 import shutil

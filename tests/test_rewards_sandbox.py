@@ -1,4 +1,5 @@
-"""The sandbox as root, as root in a container and as another user: what programs try, and what is left of it."""
+"""The sandbox as root, as root in a container and as another user: what
+programs try, and what is left of it."""
 
 import json
 import os
@@ -164,7 +165,8 @@ def test_an_interpreter_that_does_not_start_is_refused() -> None:
 
 
 def test_the_sandbox_needs_nothing_but_the_standard_library() -> None:
-    """Its supervisor starts with each rollout, under whatever interpreter there is: an import that is not at hand would be seen there only."""
+    """Its supervisor starts with each rollout, under whatever interpreter there is: an import that
+    is not at hand would be seen there only."""
     program = (
         "import sys, rlpipe.rewards.sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', "
         "'httpcore'} & set(sys.modules)))"

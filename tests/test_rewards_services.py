@@ -1,4 +1,5 @@
-"""`remote` and `judge` against real servers that are well, down, slow or mad: every rollout gets a score or a reason, in bounded time."""
+"""`remote` and `judge` against real servers that are well, down, slow or mad: every rollout gets a
+score or a reason, in bounded time."""
 
 import asyncio
 import base64
@@ -351,7 +352,8 @@ async def test_the_judges_score_is_divided_by_the_scale(serve: Serve) -> None:
     seen: list[dict[str, Any]] = []
 
     async def grade(request: web.Request) -> web.StreamResponse:
-        """A judge that finds a completion right when it holds the reference answer, and falls for nothing else."""
+        """A judge that finds a completion right when it holds the reference
+        answer, and falls for nothing else."""
         asked = await request.json()
         seen.append({"path": request.path, **asked})
         completion = asked["messages"][1]["content"].partition("<completion>\n")[2].partition("\n</completion>")[0]

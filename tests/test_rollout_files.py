@@ -1,4 +1,5 @@
-"""Rollouts of Parquet files: indexed by group, read by iteration, completed with defaults, and refused by name."""
+"""Rollouts of Parquet files: indexed by group, read by iteration, completed with
+defaults, and refused by name."""
 
 from __future__ import annotations
 

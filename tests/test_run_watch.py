@@ -1,4 +1,5 @@
-"""When a service that nobody starts again ends: by its run's beats in the store, on a clock that the test turns."""
+"""When a service that nobody starts again ends: by its run's beats in the store,
+on a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class World:
         return f"{self.said}"
 
     async def ended_after(self, watch: RunWatch, seconds: int, *beating: str, idle_s: float = 1e6) -> float:
-        """After how many seconds a service without work for `idle_s` is to end, with those beating; infinity: it stays so long."""
+        """After how many seconds a service without work for `idle_s` is to end, with those beating;
+        infinity: it stays so long."""
         began_s = self.now_s
         while self.now_s < began_s + seconds:
             for name in beating:
@@ -69,7 +71,8 @@ def turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 async def test_it_stays_while_somebody_works_on_the_run_or_prepares_it(
     turned: World, idle_s: float, beating: list[str]
 ) -> None:
-    """An SFT of an hour, slow scoring, a model that is fetched: whatever the run does, and whatever it asks for."""
+    """An SFT of an hour, slow scoring, a model that is fetched: whatever the run
+    does, and whatever it asks for."""
     watch = RunWatch(turned.store, "a", idle_s)
     assert await turned.ended_after(watch, 3600, *beating) == float("inf")
     assert turned.looks <= 1 + 3600 / min(50, max(10, idle_s / 2))

@@ -1,4 +1,5 @@
-"""Users' code, which a policy may steer, does not find a secret: not in its environment, and not in that of any other process."""
+"""Users' code, which a policy may steer, does not find a secret: not in its environment, and not in
+that of any other process."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def holder(folder: Path) -> Iterator[None]:
-    """A process that was started with all of them, as the flow is: the same user reads that in /proc."""
+    """A process that was started with all of them, as the flow is: the
+    same user reads that in /proc."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         seen = until(Path(f"/proc/{process.pid}/environ").read_text)

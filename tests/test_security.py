@@ -1,4 +1,5 @@
-"""What comes in is never unpickled and never leads out of the store; who brings no key is refused, and costs little."""
+"""What comes in is never unpickled and never leads out of the store; who brings no
+key is refused, and costs little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The numbers that are in the bits of every run: literals that were computed before these functions were one family."""
+"""The numbers that are in the bits of every run: literals that were computed before
+these functions were one family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The trainer sends its policy to a group (`engines.transport = "tensor"`): what arrives, what it is called, and what becomes of a receiver that is lost."""
+"""The trainer sends its policy to a group (`engines.transport = "tensor"`): what arrives, what it
+is called, and what becomes of a receiver that is lost."""
 
 from __future__ import annotations
 

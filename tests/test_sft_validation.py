@@ -1,4 +1,5 @@
-"""SFT validation: who is kept, the loss by another program, which segment is chosen, and that nothing else changes."""
+"""SFT validation: who is kept, the loss by another program, which segment is chosen,
+and that nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an S3 store asks of its server, and what it does when the server, the network or another process does not do its part."""
+"""What an S3 store asks of its server, and what it does when the server, the network or another
+process does not do its part."""
 
 from __future__ import annotations
 
@@ -329,7 +330,8 @@ async def test_many_threads_of_one_process_use_a_store_at_once(store: Store) -> 
 
 
 def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path) -> None:
-    """Counted at the server: both read their rows of every tensor, in whole blocks of one MiB, and each the header."""
+    """Counted at the server: both read their rows of every tensor, in whole blocks
+    of one MiB, and each the header."""
     import numpy as np
 
     store, rows = open_store(s3_server.url()), 16 * MIB // 4 // 256

@@ -1,4 +1,7 @@
-"""The terminal shows a line for what is logged; the log folder has it whole. SIGTERM ends what runs in it with a line."""
+"""The terminal shows a line for what is logged; the log folder has it whole.
+
+SIGTERM ends what runs in it with a line.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ SAFE = r"a\x1b[2J\x1b]0;x\x07\x9b1m\r\u202eb\ud800\x00"
 
 
 def test_what_others_wrote_moves_no_cursor_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a log and its tracebacks, in lines of a command, in errors, in the state of a flow run that failed."""
+    """In a log and its tracebacks, in lines of a command, in errors, in the
+    state of a flow run that failed."""
     log_to(tmp_path / "logs")
     for kind in (UserError, StoreError, EngineError, TrainerError):
         assert str(kind(EVIL)) == SAFE
@@ -121,7 +125,8 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unbound")
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.05, 0.1])
 def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(delay_s: float) -> None:
-    """Prefect's own handler would raise in whatever the loop does just then: asyncio goes on after one that raises in a callback."""
+    """Prefect's own handler would raise in whatever the loop does just then: asyncio goes on after
+    one that raises in a callback."""
     given_back: list[bool] = []
 
     async def flow() -> None:

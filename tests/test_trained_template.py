@@ -1,4 +1,5 @@
-"""The chat template that trained is in every policy's folder: transformers writes with it what we wrote."""
+"""The chat template that trained is in every policy's folder:
+transformers writes with it what we wrote."""
 
 from __future__ import annotations
 

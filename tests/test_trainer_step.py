@@ -1,7 +1,9 @@
-"""The step against a plain loop over unpacked sequences, and its invariance: microbatch size and order change nothing.
+"""The step against a plain loop over unpacked sequences, and its invariance: microbatch
+size and order change nothing.
 
-Why it holds: every loss is a sum over tokens (or sequences) divided by counts of the whole step, so a gradient is a sum of
-independent parts, and a packed sequence sees only itself (block-diagonal mask, restarting positions).
+Why it holds: every loss is a sum over tokens (or sequences) divided by counts of the whole step, so
+a gradient is a sum of independent parts, and a packed sequence sees only itself (block-diagonal
+mask, restarting positions).
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ OPTIONS: dict[str, JsonDict] = {
 
 @dataclass(frozen=True)
 class World:
-    """A batch, and the frozen policies: proximal_logprobs are another policy's, so that every ratio and clip is at work."""
+    """A batch, and the frozen policies: proximal_logprobs are another policy's, so that
+    every ratio and clip is at work."""
 
     gang: Gang
     rollouts: RlBatch
@@ -129,7 +132,10 @@ def ready(
 def gradients(
     gang: Gang, setup: World, sequences: list[TrainSequence], name: str, rows: Rows = Rows.PACKED
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradient of one step and its sums. It is read out of a fresh AdamW: the first moment is (1 - beta1) times it."""
+    """The gradient of one step and its sums.
+
+    It is read out of a fresh AdamW: the first moment is (1 - beta1) times it.
+    """
     resident, settings = resident_of(gang), settings_of(name)
     batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
     sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), HOW)
@@ -153,7 +159,10 @@ def plain_model(seed: int) -> Any:
 def plain_token_sums(
     logprobs: list[list[float]], advantages: list[float], logits: list[list[float]], settings: RlConfig
 ) -> dict[str, float]:
-    """TOKEN_SUMS of one sequence, all tokens of which count. `logprobs`: those of policy, proximal, reference and rollout."""
+    """TOKEN_SUMS of one sequence, all tokens of which count.
+
+    `logprobs`: those of policy, proximal, reference and rollout.
+    """
     policy, proximal, reference, rollout = logprobs
     start = policy if settings.proximal == "engine" else proximal
     weighing = (proximal, rollout, [1] * len(policy), settings.importance)
@@ -175,7 +184,8 @@ def plain_token_sums(
 
 
 def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss and TOKEN_SUMS come with it."""
+    """One unpacked sequence at a time through the HF model in float64, with its own logits; the
+    loss and TOKEN_SUMS come with it."""
     models = [plain_model(seed) for seed in (0, 1, 2)]
     kept = [sequence for sequence in rollouts.steps[0] if len(sequence.scored)]
     counts = {

@@ -1,4 +1,5 @@
-"""`rlpipe view`: what its pages show of a store, that they escape and only read, and whom they answer."""
+"""`rlpipe view`: what its pages show of a store, that they escape and
+only read, and whom they answer."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def whole_store(store: Store, folder: Path) -> None:
-    """The runs of test_queries.py; a has a tokenizer too, and evaluations of versions 0 and 1 on prompts of their own."""
+    """The runs of test_queries.py; a has a tokenizer too, and evaluations of versions 0
+    and 1 on prompts of their own."""
     run = made(store)
     build_tokenizer(["Spell this word"], folder)
     commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (folder / "tokenizer.json").read_bytes()})
@@ -156,7 +158,8 @@ def test_groups_are_sorted_as_asked_for(whole: Store) -> None:
 
 
 def test_an_iteration_under_way_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
-    """A page that is asked for again sees what was committed meanwhile; a run that was made again under its name is another one."""
+    """A page that is asked for again sees what was committed meanwhile; a run that was made again
+    under its name is another one."""
     store = open_store(f"file://{tmp_path}/store")
     run = create_or_continue(tiny(store, "sft.num_steps=0"))
     commit_whole(run, 0)
@@ -208,7 +211,8 @@ def test_runs_side_by_side_have_a_curve_each_in_every_plot(whole: Store) -> None
 
 
 def test_the_evaluation_before_rl_is_the_first_point_of_its_curve(tmp_path: Path) -> None:
-    """From 0.918 over 0.97 to 0.969 a run has become better, though its last two points fall; and of what `rlpipe evaluate` made the newest."""
+    """From 0.918 over 0.97 to 0.969 a run has become better, though its last two points fall; and
+    of what `rlpipe evaluate` made the newest."""
     store = open_store(f"file://{tmp_path}/store")
     for name, evaluated in (("a", [0.97, 0.969]), ("b", [])):
         run = create_or_continue(tiny(store, f"run={name}", "sft.num_steps=0", "rl.num_iterations=2"))
@@ -269,7 +273,8 @@ def test_settings_have_a_line_each(whole: Store) -> None:
 
 
 def commit_turns(run: Run, tokenizer: Tokenizer) -> None:
-    """Iteration 0, and the evaluation of version 0: rollout 0 of group 0 has three turns of the policy, the others one."""
+    """Iteration 0, and the evaluation of version 0: rollout 0 of group 0 has three turns of the
+    policy, the others one."""
     said = ["this", "<|tool|>a word<|end|>", "Spell<|end|>", "<|tool|>b<|end|>", "word"]
     pieces = [tokenizer.encode(text).ids for text in said]
     told = [index % 2 == 1 for index, piece in enumerate(pieces) for _ in piece]

@@ -1,4 +1,5 @@
-"""Small chat templates of the kinds that models with tools have, and a conversation with tools as each of them writes it.
+"""Small chat templates of the kinds that models with tools have, and a conversation with tools as
+each of them writes it.
 
 They follow the logic of Qwen2.5's, Qwen3's, Llama 3.1's, Mistral v0.3's, Hermes' and Kimi K2's.
 """
@@ -249,7 +250,8 @@ KIMI_CALLS = [
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of template: what it takes, and what the assistant writes of the conversation, turn by turn."""
+    """A kind of template: what it takes, and what the assistant writes of
+    the conversation, turn by turn."""
 
     template: Any
     turns: list[str]
@@ -258,7 +260,8 @@ class Kind:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Two calls, one after the other, and the answer; as OpenAI gives it, but for the arguments."""
+        """Two calls, one after the other, and the answer; as OpenAI
+        gives it, but for the arguments."""
         talk: list[dict[str, Any]] = [{"role": "user", "content": "How warm is it, and what is 12 + 30?"}]
         for call_id, (name, arguments), result in zip(self.ids, ARGUMENTS, ("21", "42"), strict=True):
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

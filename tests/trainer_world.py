@@ -1,4 +1,7 @@
-"""A tiny world for the trainer's tests: a model, data in a store, job bodies. No process is started here."""
+"""A tiny world for the trainer's tests: a model, data in a store, job bodies.
+
+No process is started here.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,10 @@ def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
 
 
 def do(trainer: Trainer, job: GangJob) -> JsonDict:
-    """One job. A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py)."""
+    """One job.
+
+    A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py).
+    """
     with patch("rlpipe.trainer.trainer.collect", gc.collect):
         return dataclasses.asdict(trainer.run(job))
 

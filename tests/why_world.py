@@ -1,4 +1,5 @@
-"""A simulated run for the tests of `rlpipe why`: a policy that spells words backward, better from iteration to iteration, and what goes wrong."""
+"""A simulated run for the tests of `rlpipe why`: a policy that spells words backward, better from
+iteration to iteration, and what goes wrong."""
 
 from __future__ import annotations
 

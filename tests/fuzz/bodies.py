@@ -1,4 +1,5 @@
-"""JSON bodies with one thing wrong: every place of a good body with every odd value, and bytes that are no JSON."""
+"""JSON bodies with one thing wrong: every place of a good body with every odd
+value, and bytes that are no JSON."""
 
 from __future__ import annotations
 

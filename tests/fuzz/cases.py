@@ -1,4 +1,7 @@
-"""Tables of bad and odd input: what is given, and what its one line has to say. A new case is a line here."""
+"""Tables of bad and odd input: what is given, and what its one line has to say.
+
+A new case is a line here.
+"""
 
 from __future__ import annotations
 

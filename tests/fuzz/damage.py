@@ -1,4 +1,5 @@
-"""A store with two runs and a fork, the ways in which a record of it can be damaged, and what is then asked of it."""
+"""A store with two runs and a fork, the ways in which a record of it can be
+damaged, and what is then asked of it."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class Damage:
 
 
 def make_store(store: Store) -> None:
-    """Run a: SFT and three iterations; b: forked from it, with one of its own; c: on its own, nothing is wrong with it."""
+    """Run a: SFT and three iterations; b: forked from it, with one of its own; c: on its own,
+    nothing is wrong with it."""
     run = create_or_continue(tiny(store, "rl.num_iterations=5"))
     commit_sft(run)
     commit_rl(run, range(3))
@@ -130,7 +132,10 @@ def _cut(key: str, share: float) -> Callable[[Path], object]:
 
 
 def _set(key: str, place: str, value: Any, seal: bool) -> Callable[[Path], object]:
-    """Another value in a document; with a seal that fits, or none, as older versions wrote it. `...` for a value: the field is away."""
+    """Another value in a document; with a seal that fits, or none, as older versions wrote it.
+
+    `...` for a value: the field is away.
+    """
 
     def do(store: Path) -> None:
         tree = json.loads((store / key).read_bytes())

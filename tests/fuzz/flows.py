@@ -1,6 +1,9 @@
-"""Bad input that reaches a flow: a sample of every kind. What the command line says of it, and the state of its flow run on a server.
+"""Bad input that reaches a flow: a sample of every kind.
 
-`python -m tests.fuzz.flows FOLDER STORE EVERY`, in a process of its own, prints both of one case in EVERY, a line of JSON a case. PREFECT_API_URL names the server.
+What the command line says of it, and the state of its flow run on a server.
+
+`python -m tests.fuzz.flows FOLDER STORE EVERY`, in a process of its own, prints both of one case in
+EVERY, a line of JSON a case. PREFECT_API_URL names the server.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ class Asked(NamedTuple):
 
 
 def asked(folder: Path, store: Path) -> Iterator[Asked]:
-    """All of them, each with its damage done while it is looked at. `store`: one that `make_store` made."""
+    """All of them, each with its damage done while it is looked at.
+
+    `store`: one that `make_store` made.
+    """
     rows = folder / "rows.jsonl"
     good = b"".join(
         json.dumps({"prompt": f"What is {n} + 2?", "answer": f"{n + 2}"}).encode() + b"\n" for n in range(5)
@@ -103,7 +109,8 @@ def _toml(value: Any) -> str:
 
 
 async def on_the_server(asked: Asked) -> str:
-    """The message of the state of a flow run that is asked for it as the form of a deployment asks: read from the server."""
+    """The message of the state of a flow run that is asked for it as the form of a
+    deployment asks: read from the server."""
     flow: Any = post_train
     state = await flow(changes=asked.sets, config=read_config("tiny", [], PRESETS), return_state=True)
     async with get_client() as client:

@@ -1,4 +1,5 @@
-"""A folder of a small real model, the ways in which it can be damaged, and how preflight looks at it."""
+"""A folder of a small real model, the ways in which it can be damaged,
+and how preflight looks at it."""
 
 from __future__ import annotations
 
@@ -261,7 +262,8 @@ def look_at_tokenizer(folder: Path) -> None:
 
 
 def look_at(folder: Path, damage: Damage) -> None:
-    """All that preflight looks at in a folder; what only a process of its own can stop is looked at in one."""
+    """All that preflight looks at in a folder; what only a process of its
+    own can stop is looked at in one."""
     look_at_model(folder)
     if not damage.name.endswith(HEAVY):
         look_at_tokenizer(folder)

@@ -1,4 +1,5 @@
-"""Every field of the config with every odd value: refused by one line that names the field, or a config that the store can keep."""
+"""Every field of the config with every odd value: refused by one line that names the field, or a
+config that the store can keep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Bad and odd input of every kind, some two and a half thousand cases: each ends in ten seconds, in one line that names what is wrong, and
-nothing is written; a flow run says the same line. The cases are in cases.py, damage.py, models.py, bodies.py and flows.py; how many there
-are of each kind, and which was slowest, is printed."""
+"""Bad and odd input of every kind, some two and a half thousand cases: each ends in ten seconds, in
+one line that names what is wrong, and nothing is written; a flow run says the same line. The cases
+are in cases.py, damage.py, models.py, bodies.py and flows.py; how many there are of each kind, and
+which was slowest, is printed."""
 
 from __future__ import annotations
 
@@ -321,5 +322,6 @@ def test_the_state_of_a_flow_run_says_what_the_command_line_says(
         timed.ended(f"flow runs: {kind}", name, took_s)
     assert [each for each in told if each[3].rstrip(".") not in each[4]] == [] and len(told) >= 30 // every
     assert {kind for kind, *_ in told} == {"config", "functions", "data", "model folders", "stores"}
-    # of an announcement, which a preflight of more than ten seconds makes and withdraws, the store's own folder stays
+    # of an announcement, which a preflight of more than ten seconds makes and withdraws, the
+    # store's own folder stays
     assert contents(store) == before and not [*(tmp_path / "empty").rglob("*")]

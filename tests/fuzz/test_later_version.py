@@ -1,4 +1,5 @@
-"""Documents that a later version of rlpipe wrote into a store: each command and page works, or says in one line which file needs a newer one."""
+"""Documents that a later version of rlpipe wrote into a store: each command and page works, or says
+in one line which file needs a newer one."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def with_document(root: Path, key: str, tree: Any) -> None:
 
 
 def faults_of(root: Path, key: str) -> Iterator[str]:
-    """What a page or a command does that is neither right nor one line with the file and what it needs."""
+    """What a page or a command does that is neither right nor one line
+    with the file and what it needs."""
     pages = TestClient(
         view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True
     )
