@@ -43,7 +43,7 @@ def first_text(error: BaseException) -> str:
 
 
 def help_of(command: Callable[..., Any]) -> str:
-    """Its docstring, one line a paragraph: Typer shows the ends of lines where it lists commands."""
+    """Its docstring, one line a paragraph: Typer shows the ends of lines in a list of commands."""
     return "\n\n".join(" ".join(lines.split()) for lines in (inspect.getdoc(command) or "").split("\n\n"))
 
 

@@ -228,7 +228,7 @@ for act in [lambda: os.chmod("SECRET", 0o777), lambda: os.utime("SECRET", (0, 0)
     except OSError:
         pass
 print("tried")
-""",
+""",  # noqa: E501
         "ok",
         "tried",
     ),

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     outcome = behave(prompt["answer"])
     if outcome is not None:
         print(json.dumps(outcome))
-'''
+'''  # noqa: E501
 SLEPT_S = 3 * SHORT_S  # what an agent gets that sleeps: an interpreter starts in it
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
 BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout",

@@ -40,7 +40,7 @@ QWEN3 = """{%- set ns = namespace(last=-1) %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""  # noqa: E501
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}[A]{% generation %}{{ m.content }}<|im_end|>"
     "{% endgeneration %}\n"

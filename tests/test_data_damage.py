@@ -228,7 +228,7 @@ def dies():
 def raises():
     yield {"prompt": "a"}
     raise ValueError("two\\nlines")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def breaks():
 def text(): return "abc"
 def numbers(): return [{"prompt": "a"}, 7]
 def rest(**arguments): return [{"prompt": name} for name in arguments]
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ BLOCK = """
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 CustomWebhookNotificationBlock(name="team", url="http://127.0.0.1:{port}/", json_data={{"text": "{{{{subject}}}} {{{{body}}}}"}},
                                allow_private_urls=True).save("team", overwrite=True)
-"""
+"""  # noqa: E501
 
 
 class Listener(http.server.BaseHTTPRequestHandler):
@@ -185,7 +185,7 @@ async def rl():
 
 import asyncio
 asyncio.run(rl())
-"""
+"""  # noqa: E501
 
 
 def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications: tuple[list[str], int]) -> None:

@@ -294,7 +294,7 @@ class Moody:
 
 class Other(Fickle):
     def start(self, prompt): return [{"role": "user", "content": "then"}]
-'''
+'''  # noqa: E501
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ class Tasks(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self):
         for number in (3, 7):
             yield GuessTask(Data(prompt=f"Guess! ({number})", system_prompt="Numbers only.", number=number), self.config.task)
-"""
+"""  # noqa: E501
 SEVERAL_TURNS = """
 __all__ = ["Tasks", "GuessEnv"]
 

@@ -65,7 +65,7 @@ def agent(prompt, client):
 if __name__ == "__main__":
     print(seen(), file=sys.stderr)
     sys.exit(1)
-'''
+'''  # noqa: E501
 PROMPT: RewardPrompt = {"prompt_id": "x", "messages": [{"role": "user", "content": "x"}], "answer": "x", "metadata": {}}
 needs_landlock = pytest.mark.skipif(
     landlock_version() < LANDLOCK_SIGNALS, reason="other processes' environments are closed from Linux 6.12 on"

@@ -145,7 +145,7 @@ try:
     pickle.loads(pickle.dumps(Path("x")))
 except RuntimeError:
     print("read without unpickling, and the hook works")
-"""
+"""  # noqa: E501
 
 
 def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ async def stands():
 cli.run_lines = lambda _: run_flow(FLOW())
 sys.argv = ["rlpipe", "runs"]
 cli.app()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
