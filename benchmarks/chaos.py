@@ -1,8 +1,10 @@
-"""SIGKILLs whole runs of the preset `tiny` (flow, trainer, engines, Prefect server) at random moments until it has done so N times.
+"""SIGKILLs whole runs of the preset `tiny` (flow, trainer, engines, Prefect server) at random
+moments until it has done so N times.
 
     .venv/bin/python benchmarks/chaos.py FOLDER [--kills 20] [--run a] [--mean-s 20]
 
-Then lets the run finish and prints the sha256 of its final policy, to hold against that of a run that nothing happened to (--kills 0).
+Then lets the run finish and prints the sha256 of its final policy, to hold against that of a run
+that nothing happened to (--kills 0).
 """
 
 from __future__ import annotations

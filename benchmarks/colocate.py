@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/colocate.py
 
-A run of three iterations with `engines.colocate`, on a CPU, of a new model of 32M parameters (126 MB of weights in float32, another 252 MB of moments).
-The memory that each process has alone (USS) is looked up many times a second. A process holds its share when it has more than half of the weights above
-the least that it had when it was the other's turn. Draws docs/colocate-memory.png; the exit code is 1 when both ever held theirs.
+A run of three iterations with `engines.colocate`, on a CPU, of a new model of 32M parameters (126
+MB of weights in float32, another 252 MB of moments). The memory that each process has alone (USS)
+is looked up many times a second. A process holds its share when it has more than half of the
+weights above the least that it had when it was the other's turn. Draws docs/colocate-memory.png;
+the exit code is 1 when both ever held theirs.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ MODEL = [
 ]
 SMALL = [
     "sft.num_steps=2", "sft.segment_steps=2", "sft.decay_steps=2", "sft.warmup_steps=0", "sft.batch_size=8",
-    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2", "rl.filters={}",
-    "evaluation.every=0", "evaluation.prompts_max=8", "engines.count=1", "engines.threads=1", "trainer.threads=1", "trainer.tokens_max=512",
+    f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=8", "rl.num_steps=2",
+    "rl.filters={}",
+    "evaluation.every=0", "evaluation.prompts_max=8", "engines.count=1", "engines.threads=1", "trainer.threads=1",
+    "trainer.tokens_max=512",
 ]  # fmt: skip
 PROCESSES = {"trainer": "rlpipe.trainer.server", "engine": "rlpipe.extras.local_engine.server"}
 
@@ -106,7 +110,8 @@ def held_mb(members: dict[int, str], name: str) -> float:
 
 
 def least_mb(looks: list[Look], name: str) -> float:
-    """The least that a process had but for a few looks: one that ends gives its memory back piece by piece."""
+    """The least that a process had but for a few looks: one that ends gives
+    its memory back piece by piece."""
     return sorted(look.held[name] for look in looks)[len(looks) // 50]
 
 
@@ -126,7 +131,8 @@ def report(folder: Path, looks: list[Look]) -> bool:
     for name in PROCESSES:
         print(f"{name:8s} released {least[name]:6.0f} MB, at most {max(look.held[name] for look in turns):6.0f} MB")
     print(
-        f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; both held theirs in {len(both)} looks"
+        f"together at most {max(sum(look.held.values()) for look in turns):6.0f} MB; "
+        f"both held theirs in {len(both)} looks"
     )
     figure, axes = plt.subplots(figsize=(11, 4))
     begun = next(index for index, look in enumerate(looks) if any(look.held.values()))

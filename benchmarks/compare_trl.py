@@ -1,12 +1,17 @@
-"""rlpipe beside TRL's GRPOTrainer, on equal work on two cores of a CPU: seconds an iteration, and whether both learn alike.
+"""rlpipe beside TRL's GRPOTrainer, on equal work on two cores of a CPU: seconds an iteration, and
+whether both learn alike.
 
-    .venv/bin/python benchmarks/compare_trl.py [--pairs 8] [--iterations 4] [--curves] [--model FOLDER]
+    .venv/bin/python benchmarks/compare_trl.py [--pairs 8] [--iterations 4] [--curves]
+        [--model FOLDER]
 
-Both start from the preset `tiny` after its SFT (or from --model, a folder that such a run left) and get the same prompts, group size, tokens,
-optimizer steps and learning rate. A pair is one seed: runs of rlpipe that train on all groups (with the trainer's logprobs, and with the
-engine's), one of TRL, one of rlpipe that drops groups of equal rewards, one at a time; every other pair goes the other way round. rlpipe's
-seconds are from commit to commit of iteration.json, of `rlpipe run` with Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next, without logs and checkpoints.
-TRL has an environment of its own, ~/.cache/rlpipe/trl-VERSION, made once. docs/benchmarks.md says what is equal and what is not.
+Both start from the preset `tiny` after its SFT (or from --model, a folder that such a run left) and
+get the same prompts, group size, tokens, optimizer steps and learning rate. A pair is one seed:
+runs of rlpipe that train on all groups (with the trainer's logprobs, and with the engine's), one of
+TRL, one of rlpipe that drops groups of equal rewards, one at a time; every other pair goes the
+other way round. rlpipe's seconds are from commit to commit of iteration.json, of `rlpipe run` with
+Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next,
+without logs and checkpoints. TRL has an environment of its own, ~/.cache/rlpipe/trl-VERSION, made
+once. docs/benchmarks.md says what is equal and what is not.
 """
 
 from __future__ import annotations
@@ -53,7 +58,11 @@ CURVES = ROOT / "docs" / "compare-trl-curves.png"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run did. An entry an iteration, the first of which warms up; `trained_tokens` and `sequences` an entry an optimizer step."""
+    """What one run did.
+
+    An entry an iteration, the first of which warms up; `trained_tokens` and
+    `sequences` an entry an optimizer step.
+    """
 
     seconds: list[float]
     rewards: list[float]
@@ -72,7 +81,8 @@ class Seen:
 
 
 class Comparison:
-    """A scratch folder with the store of rlpipe's runs, and the checkpoint that all runs start from."""
+    """A scratch folder with the store of rlpipe's runs, and the
+    checkpoint that all runs start from."""
 
     def __init__(self, scratch: Path, iterations: int, model: str) -> None:
         self.scratch, self.iterations = scratch, iterations
@@ -95,7 +105,8 @@ class Comparison:
         return str(materialise(self.store, ref, self.scratch / "model"))
 
     def ours(self, seed: int, name: str) -> tuple[Seen, Run]:
-        """What both can do alike: no warm-up, no importance weight (TRL has none for transformers' generate), no evaluation."""
+        """What both can do alike: no warm-up, no importance weight (TRL has none for transformers'
+        generate), no evaluation."""
         alike = [f"model.path={self.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={self.iterations}"]
         alike += ["rl.warmup_steps=0", "rl.importance=none", "evaluation.every=0", *SETS[name]]
         run = self.rlpipe(f"seed-{seed}-{[*SETS].index(name)}", alike)
@@ -162,7 +173,8 @@ def done_or_raise(command: list[str], folder: Path, environment: dict[str, str] 
 
 
 def make_environment() -> None:
-    """TRL's environment, once; torch first, as the wheel for CPUs that rlpipe has (scripts/install.sh)."""
+    """TRL's environment, once; torch first, as the wheel for CPUs that
+    rlpipe has (scripts/install.sh)."""
     stamp = HOME / ".installed"
     pins = [f"{name}=={number}" for name, number in (*((name, version(name)) for name in SHARED), *TRL.items())]
     if stamp.exists() and stamp.read_text() == "\n".join(pins):
@@ -185,7 +197,8 @@ def report(pairs: list[dict[str, Seen]]) -> bool:
     """Prints what was seen; whether both learn alike."""
     print(f"\nmedians of {len(pairs)} pairs (least to most); reward, tokens and steps are means, an iteration")
     print(
-        f"{'':28s} {'seconds':>22s} {'TRL takes times':>22s}  reward: first   last   tokens  trained  steps  sequences of a step"
+        f"{'':28s} {'seconds':>22s} {'TRL takes times':>22s}  reward: first   last   tokens  trained  "
+        "steps  sequences of a step"
     )
     for name in pairs[0]:
         runs = [pair[name] for pair in pairs]

@@ -1,13 +1,17 @@
-"""Policies as differences: bytes and seconds of each over real training steps of a real model in bf16, beside the whole policy and a raw copy.
+"""Policies as differences: bytes and seconds of each over real training steps of a real model in
+bf16, beside the whole policy and a raw copy.
 
-    .venv/bin/python benchmarks/deltas.py [--iterations 6] [--steps 4] [--learning-rate 1e-6] [--model FOLDER] [--store FOLDER]
+    .venv/bin/python benchmarks/deltas.py [--iterations 6] [--steps 4] [--learning-rate 1e-6]
+        [--model FOLDER] [--store FOLDER]
 
-Trains the model of `make smollm2` with rlpipe's own trainer, on texts of this repository as completions with random rewards. After each
-iteration the policy is stored as its difference to the one before, as a run with `checkpoint.full_every = 100` does it. Printed are the
-numbers that changed, the bytes of the policy and of what is stored, and the seconds: of making the difference (read, XOR, compress, hash),
-of a whole file into the store (hash, write, fsync), of rebuilding the policy beside its base as an engine's host does (fetch, check,
-rebuild, hash), and of a plain copy of the whole file with fsync. At the end the newest policy is rebuilt through all differences and compared
-with the trainer's own, byte for byte.
+Trains the model of `make smollm2` with rlpipe's own trainer, on texts of this repository as
+completions with random rewards. After each iteration the policy is stored as its difference to the
+one before, as a run with `checkpoint.full_every = 100` does it. Printed are the numbers that
+changed, the bytes of the policy and of what is stored, and the seconds: of making the difference
+(read, XOR, compress, hash), of a whole file into the store (hash, write, fsync), of rebuilding the
+policy beside its base as an engine's host does (fetch, check, rebuild, hash), and of a plain copy
+of the whole file with fsync. At the end the newest policy is rebuilt through all differences and
+compared with the trainer's own, byte for byte.
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ def rows(model: Path, num_groups: int, seed: int) -> list[JsonDict]:
         for completion in completions:
             made.append(
                 {
-                    "group_index": group, "prompt_tokens": prompt, "completion_tokens": completion, "loss_mask": [1] * COMPLETION,
+                    "group_index": group, "prompt_tokens": prompt, "completion_tokens": completion,
+                    "loss_mask": [1] * COMPLETION,
                     "rollout_logprobs": [float("inf")] * COMPLETION, "reward": float(random.random()),
                 }
             )  # fmt: skip
@@ -110,8 +115,9 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
         copy_s = seconds(lambda new=new: copy(new, root / "copy"))
         whole, stored = metrics["checkpoint/policy_bytes"], metrics["checkpoint/stored_bytes"]
         print(
-            f"{iteration:9}  {metrics['checkpoint/changed_fraction']:7.3%}  {whole / 1e6:9.1f}  {stored / 1e6:9.2f}  {whole / stored:5.1f}  "
-            f"{difference_s:12.2f}  {whole_s:12.2f}  {rebuild_s:9.2f}  {copy_s:6.2f}",
+            f"{iteration:9}  {metrics['checkpoint/changed_fraction']:7.3%}  {whole / 1e6:9.1f}  "
+            f"{stored / 1e6:9.2f}  {whole / stored:5.1f}  {difference_s:12.2f}  {whole_s:12.2f}  "
+            f"{rebuild_s:9.2f}  {copy_s:6.2f}",
             flush=True,
         )
         shutil.rmtree(before)
@@ -120,7 +126,8 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
     (folder,), (kept,) = (root / "alone").iterdir(), trainer.gang.scratch("kept").iterdir()
     same = (folder / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
     print(
-        f"rebuilt through {len(bases_of(store, ref))} differences in {alone_s:.1f} s: {'the same bytes' if same else 'OTHER BYTES'}"
+        f"rebuilt through {len(bases_of(store, ref))} differences in {alone_s:.1f} s: "
+        f"{'the same bytes' if same else 'OTHER BYTES'}"
     )
     raise SystemExit(not same)
 

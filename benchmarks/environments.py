@@ -1,10 +1,14 @@
-"""Thousands of rollouts at once in an environment that waits: seconds, memory and threads of one flow process.
+"""Thousands of rollouts at once in an environment that waits: seconds, memory
+and threads of one flow process.
 
-    .venv/bin/python benchmarks/environments.py [--rollouts 2000] [--turns 4] [--step-s 1] [--processes 64]
+    .venv/bin/python benchmarks/environments.py [--rollouts 2000] [--turns 4] [--step-s 1]
+        [--processes 64]
 
-The environment takes a second for each answer, and no processor. First its `async` form, all rollouts in one process; then its sync form, one
-call at a time in each of `--processes`. Two engines are played, in processes of their own, which answer /generate as SGLang does. The rest is
-rlpipe's own: the turns, the pool of engines and its client, the tokenizer, the processes of environments.
+The environment takes a second for each answer, and no processor. First its `async` form, all
+rollouts in one process; then its sync form, one call at a time in each of `--processes`. Two
+engines are played, in processes of their own, which answer /generate as SGLang does. The rest is
+rlpipe's own: the turns, the pool of engines and its client, the tokenizer, the processes of
+environments.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ def one_turn(tokenizer: ChatTokenizer) -> bytes:
 
 
 class Watch:
-    """The most threads and memory of this process, and the memory of its environments, while `watched` runs."""
+    """The most threads and memory of this process, and the memory of its
+    environments, while `watched` runs."""
 
     def __init__(self) -> None:
         self.threads, self.flow_mb, self.workers_mb, self.num_workers = 0, 0.0, 0.0, 0
@@ -108,7 +113,8 @@ async def through(
         assert rollout.outcome.reward == rollout.outcome.num_turns == arguments.turns
     print(
         f"{kind:10s} {watch.num_workers:3d} processes {took_s:8.1f} s   {cpu_s:6.1f} s of the flow's processor   "
-        f"{watch.threads:3d} threads, {watch.flow_mb:7.0f} MB at most in the flow   {watch.workers_mb:7.0f} MB in environments",
+        f"{watch.threads:3d} threads, {watch.flow_mb:7.0f} MB at most in the flow   "
+        f"{watch.workers_mb:7.0f} MB in environments",
         flush=True,
     )
 
@@ -126,8 +132,10 @@ def main() -> None:
     os.chdir(ROOT)  # where the processes of environments import benchmarks.waiting from
     os.environ["PYTHONPATH"] = str(ROOT)
     total_s = arguments.rollouts * arguments.turns * arguments.step_s
-    print(f"{arguments.rollouts} rollouts of {arguments.turns} turns, {arguments.step_s:g} s each: {total_s:g} s of waiting; at least "
-          f"{arguments.turns * arguments.step_s:g} s side by side, {total_s / max(1, arguments.processes):g} s in {arguments.processes} processes")  # fmt: skip
+    print(f"{arguments.rollouts} rollouts of {arguments.turns} turns, {arguments.step_s:g} s each: "
+          f"{total_s:g} s of waiting; at least "
+          f"{arguments.turns * arguments.step_s:g} s side by side, {total_s / max(1, arguments.processes):g} s in "
+          f"{arguments.processes} processes")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         build_tokenizer(["wait"], Path(scratch))
         tokenizer = ChatTokenizer.from_folder(Path(scratch))

@@ -1,10 +1,14 @@
-"""A policy on its way from the trainer's nodes to three other nodes at once, beside a raw copy of the same bytes from one node to all three.
+"""A policy on its way from the trainer's nodes to three other nodes at once, beside a raw copy of
+the same bytes from one node to all three.
 
-    .venv/bin/python benchmarks/fetching.py FOLDER [--gb 2] [--files 1 4] [--trainers 1 2] [--gbit-per-s 1 10] [--tries 3]
+    .venv/bin/python benchmarks/fetching.py FOLDER [--gb 2] [--files 1 4] [--trainers 1 2]
+        [--gbit-per-s 1 10] [--tries 3]
 
-As root: network namespaces are the nodes, every one with a cable that carries what `--gbit-per-s` says. The trainer's HTTP server, the hosts, what they
-ask one another and how they verify are rlpipe's own; no model is trained, and no engine is started: the policy is random bytes in so many files.
-Printed are seconds from the moment at which the hosts are told of the policy until the last of them has it, verified, and the raw copy.
+As root: network namespaces are the nodes, every one with a cable that carries what `--gbit-per-s`
+says. The trainer's HTTP server, the hosts, what they ask one another and how they verify are
+rlpipe's own; no model is trained, and no engine is started: the policy is random bytes in so many
+files. Printed are seconds from the moment at which the hosts are told of the policy until the last
+of them has it, verified, and the raw copy.
 """
 
 from __future__ import annotations
@@ -99,7 +103,8 @@ def started(node: Node, *arguments: object) -> subprocess.Popen[str]:
 
 
 def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tuple[ArtifactRef, str, list[str]]:
-    """A policy of random bytes below `folder`, its manifest, and the names of its files of weights."""
+    """A policy of random bytes below `folder`, its manifest, and the
+    names of its files of weights."""
     records = []
     names = [f"model-{index:05d}.safetensors" for index in range(num_files)]
     for name, size in {"config.json": 0, **dict.fromkeys(names, num_bytes // num_files)}.items():
@@ -215,7 +220,8 @@ def main() -> None:
             medians = ", ".join(f"{way} {statistics.median(tries):.2f} s" for way, tries in took.items())
             spread = json.dumps({way: [round(value, 2) for value in sorted(tries)] for way, tries in took.items()})
             print(
-                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: {medians}; {spread}",
+                f"{options.gb:g} GB in {num_files} files to {len(HOSTS)} nodes at {gbit_per_s:g} Gbit/s: "
+                f"{medians}; {spread}",
                 flush=True,
             )
 

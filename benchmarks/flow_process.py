@@ -1,9 +1,11 @@
-"""Many long rollouts through the process of the flow: seconds and memory, with engines that take no time.
+"""Many long rollouts through the process of the flow: seconds and memory,
+with engines that take no time.
 
     .venv/bin/python benchmarks/flow_process.py [--rollouts 16384] [--tokens 4096]
 
-Two engines are played, in processes of their own: they answer /generate as SGLang does, 32 tokens an event, as fast as they are read. The rest is
-rlpipe's own, as the stages generate, score and filter use it: the pool and its client, decoding, Parquet, the reward `length` in its processes.
+Two engines are played, in processes of their own: they answer /generate as SGLang does, 32 tokens
+an event, as fast as they are read. The rest is rlpipe's own, as the stages generate, score and
+filter use it: the pool and its client, decoding, Parquet, the reward `length` in its processes.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ async def played_pool(http: aiohttp.ClientSession, ports: list[int]) -> EnginePo
 
 
 class Parts:
-    """Seconds of each part, those of this process's processors, and the most memory until its end."""
+    """Seconds of each part, those of this process's processors, and
+    the most memory until its end."""
 
     def __init__(self) -> None:
         self.began = self.at = self.now()

@@ -1,10 +1,13 @@
-"""Whether a run stays as quick and as small as it was: many iterations of next to no work, and what grows with them.
+"""Whether a run stays as quick and as small as it was: many iterations of next to no
+work, and what grows with them.
 
     .venv/bin/python benchmarks/growth.py [--iterations 1000]
 
-One run of `rlpipe run tiny` with Prefect, MLflow (SQLite) and the store, of 4 rollouts an iteration. It is ended and started again after its first
-20 iterations and before its last 20: so the resumes are timed, and the processes between are the same from end to end. Early is from iteration 50 on,
-late before the last 50; each is the median of 50 iterations, and the ratio of both is what grew. Draws docs/growth.png.
+One run of `rlpipe run tiny` with Prefect, MLflow (SQLite) and the store, of 4 rollouts an
+iteration. It is ended and started again after its first 20 iterations and before its last 20: so
+the resumes are timed, and the processes between are the same from end to end. Early is from
+iteration 50 on, late before the last 50; each is the median of 50 iterations, and the ratio of both
+is what grew. Draws docs/growth.png.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ POLL_S, TIMEOUT_S = 0.5, 6 * 3600
 PLOT = Path(__file__).parent.parent / "docs" / "growth.png"
 NEAR_EMPTY = [
     "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4", "sft.warmup_steps=0", "sft.batch_size=8",
-    "rl.num_prompts=2", "rl.group_size=2", "rl.shard_prompts=2", "rl.num_steps=1", "rl.filters={}", "rl.completion_tokens_max=4",
+    "rl.num_prompts=2", "rl.group_size=2", "rl.shard_prompts=2", "rl.num_steps=1", "rl.filters={}",
+    "rl.completion_tokens_max=4",
     "evaluation.every=0", "evaluation.prompts_max=2",
 ]  # fmt: skip
 PROCESSES = {  # a word of their command line
-    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.extras.local_engine.server", "Prefect's server": "prefect_server", "flow": "rlpipe run",
+    "trainer": "rlpipe.trainer.server", "engine": "rlpipe.extras.local_engine.server",
+    "Prefect's server": "prefect_server", "flow": "rlpipe run",
 }  # fmt: skip
 
 
@@ -61,7 +66,8 @@ class Growth:
 
     folder: Path
     moments: list[Moment] = field(default_factory=list)
-    resumes_s: list[float] = field(default_factory=list)  # from the command to the first iteration that it committed
+    # from the command to the first iteration that it committed
+    resumes_s: list[float] = field(default_factory=list)
 
     @property
     def store(self) -> Store:

@@ -1,9 +1,11 @@
-"""What an RL iteration of the preset `tiny` costs: per stage, in none (orchestration), and without Prefect.
+"""What an RL iteration of the preset `tiny` costs: per stage, in none
+(orchestration), and without Prefect.
 
     .venv/bin/python benchmarks/iteration.py [--pairs 8]
 
-Iterations of one run are done alternately as flow runs, with all that a run shows of them, and by the bare library, so both see the same machine and
-the same model. The time of one is that from the commit of the one before to its own.
+Iterations of one run are done alternately as flow runs, with all that a run shows of them, and by
+the bare library, so both see the same machine and the same model. The time of one is that from the
+commit of the one before to its own.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ def main() -> None:
     pairs = parser.parse_args().pairs
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60", "sft.decay_steps=60", "sft.segment_steps=60",
+        overrides = ["run=bench", f"store=file://{scratch}/store", "sft.num_steps=60",
+                     "sft.decay_steps=60", "sft.segment_steps=60",
                      f"rl.num_iterations={2 * pairs + 2}", "evaluation.every=0", "tracking.uri="]  # fmt: skip
         config = read_config("tiny", overrides, PRESETS)
         os.environ.setdefault("PREFECT_HOME", f"{scratch}/prefect")

@@ -1,12 +1,17 @@
-"""Whether an adapter learns what full training learns: RL of both from the same models, over seeds and presets.
+"""Whether an adapter learns what full training learns: RL of both from the same
+models, over seeds and presets.
 
-    .venv/bin/python benchmarks/lora.py [--presets tiny:20:4 smollm2:6:10] [--seeds 3] [--folder DIR]
+    .venv/bin/python benchmarks/lora.py [--presets tiny:20:4 smollm2:6:10] [--seeds 3]
+        [--folder DIR]
 
-A preset has its number of RL iterations behind it, and how many times the preset's learning rate the adapter's is; smollm2 is there after `make smollm2`.
+A preset has its number of RL iterations behind it, and how many times the preset's learning rate
+the adapter's is; smollm2 is there after `make smollm2`.
 
-For each preset and seed: SFT of the preset, full training, makes the model that both start from. Then RL at the preset's own learning rate, and RL of
-an adapter at so many times that. A folder that is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the mean
-over the last TAIL iterations; the standard error is over seeds), and draws docs/lora-curves.png.
+For each preset and seed: SFT of the preset, full training, makes the model that both start from.
+Then RL at the preset's own learning rate, and RL of an adapter at so many times that. A folder that
+is named keeps the runs: the same command goes on where it was. Prints a table (final reward is the
+mean over the last TAIL iterations; the standard error is over seeds), and draws
+docs/lora-curves.png.
 """
 
 from __future__ import annotations
@@ -64,13 +69,15 @@ def rlpipe_run(folder: Path, preset: str, run: str, *sets: str) -> None:
 
 
 def train(folder: Path, preset: str, seed: int, iterations: int, adapter_rate: float | None) -> Trained:
-    """RL from the model that the preset's SFT makes; of an adapter at `adapter_rate` times the preset's learning rate."""
+    """RL from the model that the preset's SFT makes; of an adapter at `adapter_rate` times the
+    preset's learning rate."""
     config = read_config(preset, [], PRESETS)
     store, base = open_store(f"file://{folder}/store"), f"{preset}-sft-{seed}"
     rlpipe_run(folder, preset, base, f"seed={seed}", "rl.num_iterations=0", "evaluation.prompts_max=1")
     model = whole_policy(store, open_existing(store, base).policy(0)[0], folder / "models")
     rate = config.rl.learning_rate * (adapter_rate or 1)
-    sets = [f"seed={seed}", f"model.path={model}", "sft.num_steps=0", f"rl.num_iterations={iterations}", f"rl.learning_rate={rate}",
+    sets = [f"seed={seed}", f"model.path={model}", "sft.num_steps=0", f"rl.num_iterations={iterations}",
+            f"rl.learning_rate={rate}",
             "evaluation.every=0", "evaluation.prompts_max=1"]  # fmt: skip
     if adapter_rate:
         sets += ["model.adapter=lora", f"model.adapter_rank={RANK}", f"model.adapter_alpha={ALPHA}"]
@@ -101,8 +108,10 @@ def table(results: dict[str, dict[str, list[Trained]]]) -> list[str]:
         for kind, runs in kinds.items():
             finals = [run.final for run in runs]
             lines.append(
-                f"| {preset} | {kind} | {fmean(finals):.3f} ± {standard_error(finals):.3f} | {', '.join(f'{value:.3f}' for value in finals)} | "
-                f"{runs[0].policy_bytes:,} B | {median(run.reload_s for run in runs):.2f} s | {median(run.iteration_s for run in runs):.1f} s |"
+                f"| {preset} | {kind} | {fmean(finals):.3f} ± {standard_error(finals):.3f} | "
+                f"{', '.join(f'{value:.3f}' for value in finals)} | "
+                f"{runs[0].policy_bytes:,} B | {median(run.reload_s for run in runs):.2f} s | "
+                f"{median(run.iteration_s for run in runs):.1f} s |"
             )
     return lines
 

@@ -1,12 +1,13 @@
-"""`rl.overlap = "iteration"` beside "none", on two cores of a CPU, one for the engine and one for the trainer: seconds an iteration, and
-what each learns.
+"""`rl.overlap = "iteration"` beside "none", on two cores of a CPU, one for the engine and one for
+the trainer: seconds an iteration, and what each learns.
 
     .venv/bin/python benchmarks/overlap.py [--seeds 3] [--iterations 8] [--set A.B=C ...]
 
-All start from the preset `tiny` after its SFT, without its filter. For one seed there is a run of each, one at a time, for every
-other seed the other way round. Seconds are from commit to commit of iteration.json, of `rlpipe run` with Prefect, MLflow and the store, without
-evaluations. The limit is what would be left if the shorter of sampling (generate, score, filter) and training (train, checkpoint) were hidden behind
-the longer, and nothing else changed.
+All start from the preset `tiny` after its SFT, without its filter. For one seed there is a run of
+each, one at a time, for every other seed the other way round. Seconds are from commit to commit of
+iteration.json, of `rlpipe run` with Prefect, MLflow and the store, without evaluations. The limit
+is what would be left if the shorter of sampling (generate, score, filter) and training (train,
+checkpoint) were hidden behind the longer, and nothing else changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SAMPLING, TRAINING = ("sample_prompts", "generate", "score", "filter"), ("train"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run did, from its third iteration on: the second was sampled beside the first, which had to wait for its own."""
+    """What one run did, from its third iteration on: the second was sampled beside the first, which
+    had to wait for its own."""
 
     seconds: list[float]
     sampling_s: list[float]
@@ -101,7 +103,8 @@ def main() -> None:
             )
             ratios.append(none.median_s / other.median_s)
             print(f"  iteration: {other.median_s:.2f} s, ratio {ratios[-1]:.2f} (limit {none.limit:.2f}); "
-                  f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}", flush=True)  # fmt: skip
+                  f"staleness {sorted(other.staleness)}; reward at the end {other.last_reward:.3f}",
+                  flush=True)  # fmt: skip
         print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 

@@ -1,10 +1,14 @@
-"""How long `rlpipe sql` takes over many rollouts, on the disk and on S3 (SeaweedFS on this machine).
+"""How long `rlpipe sql` takes over many rollouts, on the disk and on
+S3 (SeaweedFS on this machine).
 
-    .venv/bin/python benchmarks/queries.py [--iterations 200] [--rollouts 5000] [--rounds 3] [--folder /tmp] [--no-s3]
+    .venv/bin/python benchmarks/queries.py [--iterations 200] [--rollouts 5000] [--rounds 3]
+        [--folder /tmp] [--no-s3]
 
-Writes one run with the store's own writers: iterations of rollouts in ten shards, their scores, the batch of the groups whose rewards differ.
-Each query is a process of its own, as a user starts it; a figure is the median of the rounds, in brackets the least and the most. `cpu` is the
-processor time of the process. The first line is a query of next to nothing: starting Python, importing, listing the store.
+Writes one run with the store's own writers: iterations of rollouts in ten shards, their scores, the
+batch of the groups whose rewards differ. Each query is a process of its own, as a user starts it; a
+figure is the median of the rounds, in brackets the least and the most. `cpu` is the processor time
+of the process. The first line is a query of next to nothing: starting Python, importing, listing
+the store.
 """
 
 from __future__ import annotations
@@ -29,17 +33,25 @@ from tests.s3_world import serving
 ROOT = Path(__file__).parent.parent
 QUERIES = {
     "mean reward by iteration": "select iteration, avg(reward), avg(num_tokens) from scores group by all order by all",
-    "parts of the reward": "select iteration // 50 as part, avg(reward_parts['exact']), avg(reward_parts['format']) from scores group by all",
+    "parts of the reward": (
+        "select iteration // 50 as part, avg(reward_parts['exact']), avg(reward_parts['format']) "
+        "from scores group by all"
+    ),
     "trained and dropped": (
-        "select finish_reason, trained, count(*), avg(advantage), count(dropped_reason) from rollouts group by all order by all"
+        "select finish_reason, trained, count(*), avg(advantage), count(dropped_reason) from rollouts "
+        "group by all order by all"
     ),
     "prompts never solved": (
-        "select prompt_id, count(*) from rollouts group by prompt_id having max(reward) < 1 order by count(*) desc, prompt_id limit 20"
+        "select prompt_id, count(*) from rollouts group by prompt_id having max(reward) < 1 order by count(*) "
+        "desc, prompt_id limit 20"
     ),
     "one iteration's best": (
-        "select prompt_id, reward, completion from rollouts where iteration = 150 order by reward desc, prompt_id limit 10"
+        "select prompt_id, reward, completion from rollouts where iteration = 150 order by reward "
+        "desc, prompt_id limit 10"
     ),
-    "runs and iterations": "select run, iteration, reward_mean, metrics['rollout/pass_rate'] from iterations order by all desc limit 5",
+    "runs and iterations": (
+        "select run, iteration, reward_mean, metrics['rollout/pass_rate'] from iterations order by all desc limit 5"
+    ),
 }
 
 

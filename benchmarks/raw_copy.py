@@ -1,7 +1,9 @@
-"""A plain copy of a file over TCP, for benchmarks/weights.py: the least that it takes to get bytes from one node to another.
+"""A plain copy of a file over TCP, for benchmarks/weights.py: the least that it takes to get bytes
+from one node to another.
 
 raw_copy.py send ADDRESS PORT            # serves whoever asks for a path
-raw_copy.py receive ADDRESS PORT PATH TARGET   # waits for a line of its input, and prints when it had all (seconds of the clock)
+raw_copy.py receive ADDRESS PORT PATH TARGET
+    # waits for a line of its input, and prints when it had all (seconds of the clock)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rollouts to Parquet and back: in bulk, as rlpipe does, beside the plain loop of pyarrow over rows (`from_pylist`, `to_pylist`).
+"""Rollouts to Parquet and back: in bulk, as rlpipe does, beside the plain loop of pyarrow over rows
+(`from_pylist`, `to_pylist`).
 
 usage: .venv/bin/python benchmarks/records.py [ROLLOUTS] [TOKENS]
 """
@@ -25,9 +26,11 @@ def made(count: int, length: int) -> list[Rollout]:
     logprobs = -draw.exponential(0.5, (count, length)).astype(np.float32)
     return [
         Rollout(
-            prompt_id=f"p/{index // 8}", group_index=index // 8, rollout_index=index % 8, prompt="a prompt", prompt_tokens=tokens[0, :128],
+            prompt_id=f"p/{index // 8}", group_index=index // 8, rollout_index=index % 8,
+            prompt="a prompt", prompt_tokens=tokens[0, :128],
             completion="word " * length, completion_tokens=tokens[index], loss_mask=np.ones(length, dtype=np.int8),
-            rollout_logprobs=logprobs[index], weight_version=3, weight_versions=(Span(3, length),), finish_reason="stop",
+            rollout_logprobs=logprobs[index], weight_version=3,
+            weight_versions=(Span(3, length),), finish_reason="stop",
             seed=index, engine="engine-0", reward=1.0,
         )
         for index in range(count)

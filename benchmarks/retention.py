@@ -1,10 +1,13 @@
-"""What a run of many iterations has in the store when it keeps few policies and states, and whether what it pruned can be made again.
+"""What a run of many iterations has in the store when it keeps few policies and states, and whether
+what it pruned can be made again.
 
     .venv/bin/python benchmarks/retention.py [--iterations 200] [--kills 20]
 
-One run of `rlpipe run tiny` of next to no work an iteration (that of benchmarks/growth.py). Prints the bytes in the store by kind at some of its iterations, verifies
-the run, forks it at an iteration whose policy was pruned, and compares the files that the fork made with the hashes of their manifest.
-With --kills, the same run is done once more and killed so often while it prunes, at moments drawn at random; it has to end with the same sha256.
+One run of `rlpipe run tiny` of next to no work an iteration (that of benchmarks/growth.py). Prints
+the bytes in the store by kind at some of its iterations, verifies the run, forks it at an iteration
+whose policy was pruned, and compares the files that the fork made with the hashes of their
+manifest. With --kills, the same run is done once more and killed so often while it prunes, at
+moments drawn at random; it has to end with the same sha256.
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ from rlpipe.store.run import open_existing
 
 KEPT = ["checkpoint.keep_policies_every=50", "checkpoint.keep_policies_last=3", "checkpoint.keep_states=2"]
 SHOWN = (1, 5, 10, 20, 50, 100, 150, 200)  # iterations that are committed
-MOVES = (
-    "rl.entropy_coef=0.01"  # of four tokens a completion none is ever right: without it all policies would be the same
-)
+# of four tokens a completion none is ever right: without it all policies would be the same
+MOVES = "rl.entropy_coef=0.01"
 FORK_AT = 77
 KINDS = ("policy", "state", "prompts", "rollouts", "scores", "batch", "gap", "documents")
 POLL_S, TIMEOUT_S = 0.05, 3600
@@ -44,7 +46,8 @@ def rlpipe(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
     with (folder / "output.log").open("a") as log:
         return subprocess.Popen(
-            [str(Path(sys.executable).parent / "rlpipe"), *arguments], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            [str(Path(sys.executable).parent / "rlpipe"), *arguments], cwd=folder, env=environment,
+            stdout=log, stderr=log, start_new_session=True
         )  # fmt: skip
 
 
@@ -53,7 +56,8 @@ def ended(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def sizes(root: Path) -> dict[str, int]:
-    """KB below the iterations of a run, by kind: data files by their stage, and all JSON documents."""
+    """KB below the iterations of a run, by kind: data files by their
+    stage, and all JSON documents."""
     found: dict[str, int] = defaultdict(int)
     for path in root.glob("rl/*/**/*"):
         try:
@@ -96,7 +100,8 @@ def prunings(root: Path) -> dict[Path, bool]:
 
 
 def kill_while_pruning(folder: Path, command: list[str], kills: int) -> None:
-    """Starts a run, kills it within KILLED_S of the beginning of a pruning, and starts it again; the last start goes to its end."""
+    """Starts a run, kills it within KILLED_S of the beginning of a pruning, and starts it again;
+    the last start goes to its end."""
     root, moments, unfinished = folder / "store/runs/killed", random.Random(0), 0
     for _ in range(kills):
         process, known = rlpipe(folder, *command), set(prunings(root))
@@ -109,7 +114,8 @@ def kill_while_pruning(folder: Path, command: list[str], kills: int) -> None:
         unfinished += not all(prunings(root).values())
     ended(folder, rlpipe(folder, *command))
     print(
-        f"killed {kills} times while it pruned, {unfinished} of them in the middle of one; all are finished: {all(prunings(root).values())}"
+        f"killed {kills} times while it pruned, {unfinished} of them in the middle of one; all are finished: "
+        f"{all(prunings(root).values())}"
     )
 
 
@@ -151,8 +157,9 @@ def measure(folder: Path, iterations: int, kills: int) -> None:
     )
     for record in manifest.files:
         check_file(run.store, ref.folder, record)
-    print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} files have the hashes of "
-          f"their manifest, model.safetensors {manifest.file('model.safetensors').sha256}")  # fmt: skip
+    print(f"fork --at {at}, and one iteration more: {time.monotonic() - began:.0f} s; its {len(manifest.files)} "
+          "files have the hashes of their manifest, "
+          f"model.safetensors {manifest.file('model.safetensors').sha256}")  # fmt: skip
     for name in ("lean", "again"):
         ended(folder, rlpipe(folder, "verify", name, *store))
 

@@ -1,10 +1,12 @@
-"""Sampling on the tiny model: tokens per second of engines behind the pool, as ratios to transformers' `generate()`, and reloads.
+"""Sampling on the tiny model: tokens per second of engines behind the pool, as ratios to
+transformers' `generate()`, and reloads.
 
     .venv/bin/python benchmarks/rollout.py [--engines 1] [--pairs 8]
 
-Every pair samples the same 256 rollouts (32 prompts x 8, 16 tokens each) with `generate()` and with the pool, one after the other,
-on the same number of threads. Reloads are timed from the committed policy to all engines proved to serve it. The engines are those
-of the tests: RLPIPE_TEST_ENGINE=sglang takes a real SGLang (tests/engine_fixtures.py).
+Every pair samples the same 256 rollouts (32 prompts x 8, 16 tokens each) with `generate()` and with
+the pool, one after the other, on the same number of threads. Reloads are timed from the committed
+policy to all engines proved to serve it. The engines are those of the tests:
+RLPIPE_TEST_ENGINE=sglang takes a real SGLang (tests/engine_fixtures.py).
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     tokens = PROMPTS * GROUP_SIZE * NEW_TOKENS
     ratios = [before / after for before, after in zip(plain[1:], pooled[1:], strict=True)]  # the first pair warms up
     print(
-        f"{arguments.engines} {ENGINE_KIND} engine(s), {arguments.threads} thread(s), {arguments.pairs} pairs of {tokens} tokens"
+        f"{arguments.engines} {ENGINE_KIND} engine(s), {arguments.threads} thread(s), "
+        f"{arguments.pairs} pairs of {tokens} tokens"
     )
     print(f"generate()  {tokens / statistics.median(plain[1:]):8.0f} tokens/s")
     print(f"pool        {tokens / statistics.median(pooled[1:]):8.0f} tokens/s")

@@ -1,11 +1,15 @@
-"""Engines on spot machines: hosts of a run get a notice and leave, others come, and what that costs.
+"""Engines on spot machines: hosts of a run get a notice and leave,
+others come, and what that costs.
 
-    .venv/bin/python benchmarks/spot.py FOLDER [--hosts 6] [--taken 2] [--every-s 60] [--away-s 20] [--iterations 4]
+    .venv/bin/python benchmarks/spot.py FOLDER [--hosts 6] [--taken 2] [--every-s 60] [--away-s 20]
+        [--iterations 4]
 
-Runs the preset `tiny` twice, its engines in `rlpipe host` processes: undisturbed, and with `--taken` of them ended by SIGTERM every
-`--every-s` seconds, for which others start `--away-s` later. Engines sleep in each step (benchmarks/slow), so that on two cores the speed of
-a host is its own. Prints what a host samples a second while it is there and the run samples, and how that compares; a host is there from
-when its engine serves to its notice. And the final sha256 of both runs, which are the same.
+Runs the preset `tiny` twice, its engines in `rlpipe host` processes: undisturbed, and with
+`--taken` of them ended by SIGTERM every `--every-s` seconds, for which others start `--away-s`
+later. Engines sleep in each step (benchmarks/slow), so that on two cores the speed of a host is its
+own. Prints what a host samples a second while it is there and the run samples, and how that
+compares; a host is there from when its engine serves to its notice. And the final sha256 of both
+runs, which are the same.
 """
 
 from __future__ import annotations
@@ -32,9 +36,11 @@ STEP_S = "0.02"
 JOIN_DEADLINE_S = 300.0
 GRACE_S = 30.0  # what a machine has between its notice and its end
 SETTINGS = [
-    "engines.place=elsewhere", "engines.count=1", "engines.in_flight_max=16", "trainer.threads=1", "model.context_tokens_max=256",
-    "sft.num_steps=8", "sft.segment_steps=8", "sft.decay_steps=8", "sft.warmup_steps=2", "data.short_words.rows_max=400",
-    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=512", "rl.group_size=8", "rl.shard_prompts=64", "rl.filters={}",
+    "engines.place=elsewhere", "engines.count=1", "engines.in_flight_max=16", "trainer.threads=1",
+    "model.context_tokens_max=256", "sft.num_steps=8", "sft.segment_steps=8", "sft.decay_steps=8", "sft.warmup_steps=2",
+    "data.short_words.rows_max=400",
+    "data.words.rows_max=300", "rl.completion_tokens_max=192", "rl.num_prompts=512", "rl.group_size=8",
+    "rl.shard_prompts=64", "rl.filters={}",
     "evaluation.every=0", "evaluation.prompts_max=8",
 ]  # fmt: skip
 Span = tuple[float, float]  # of the clock, seconds
@@ -42,7 +48,10 @@ Span = tuple[float, float]  # of the clock, seconds
 
 @dataclass(eq=False)
 class SpotHost:
-    """A machine with `rlpipe host` on it. `from_s`: when its engine served first, 0 before that; `to_s`: its notice, 0 before that."""
+    """A machine with `rlpipe host` on it.
+
+    `from_s`: when its engine served first, 0 before that; `to_s`: its notice, 0 before that.
+    """
 
     folder: Path
     process: subprocess.Popen[str]
@@ -120,7 +129,8 @@ class Stand:
                 host.look()
 
     def sampled(self) -> tuple[int, float]:
-        """Tokens that were sampled for training from the second iteration on, and for how many seconds of all hosts together."""
+        """Tokens that were sampled for training from the second iteration on, and for how many
+        seconds of all hosts together."""
         run, spans, num_tokens = open_existing(self.folder.open_store(), "a"), list[Span](), 0
         for folder in manifests(run):
             if "/rollouts/" in folder and "/rl/00000/" not in folder:  # hosts join in the first
@@ -170,8 +180,8 @@ def main() -> None:
         notices = len(stand.hosts) - arguments.hosts if taken else 0
         rates.append(num_tokens / host_s)
         sha256s.append(folder.final_sha256("a", arguments.iterations))
-        print(f"{name}: {num_tokens} tokens in {host_s:.0f} s of hosts, {rates[-1]:.1f} tokens/s of a host; about {notices} notices; "
-              f"final sha256 {sha256s[-1]}", flush=True)  # fmt: skip
+        print(f"{name}: {num_tokens} tokens in {host_s:.0f} s of hosts, {rates[-1]:.1f} tokens/s of a host; "
+              f"about {notices} notices; final sha256 {sha256s[-1]}", flush=True)  # fmt: skip
     print(f"throughput of a host that was there: {rates[1] / rates[0]:.3f} of the undisturbed run's")
     print(f"final policies: {'the same' if sha256s[0] == sha256s[1] else 'NOT the same'}")
     sys.exit(0 if sha256s[0] == sha256s[1] else 1)

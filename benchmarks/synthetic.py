@@ -1,4 +1,5 @@
-"""A run of many rollouts, written with the store's own writers: what benchmarks/queries.py and benchmarks/view.py read.
+"""A run of many rollouts, written with the store's own writers: what benchmarks/queries.py and
+benchmarks/view.py read.
 
 Iterations of rollouts in ten shards, their scores, the batch of the groups whose rewards differ.
 """
@@ -35,7 +36,8 @@ TIME = "2026-11-24T12:00:00.000+00:00"
 
 @dataclass(frozen=True)
 class Sampled:
-    """One iteration's rollouts with advantages, which of them are trained, and the groups that are dropped."""
+    """One iteration's rollouts with advantages, which of them are trained,
+    and the groups that are dropped."""
 
     table: pa.Table
     trained: pa.Table
@@ -148,7 +150,10 @@ def commit_iteration(run: Run, iteration: int, rows: Sampled, more: Metrics, cur
 
 
 def written(folder: Path, iterations: int, count: int, more: Metrics | None = None) -> Store:
-    """A store with the run `big`; one that is there already is completed. `more`: metrics of each iteration beside the reward."""
+    """A store with the run `big`; one that is there already is completed.
+
+    `more`: metrics of each iteration beside the reward.
+    """
     store = open_store(f"file://{folder}/store-{iterations}-{count}")
     config = read_config("tiny", ["run=big", f"store={store.url}", "sft.num_steps=0"], ROOT / "flows" / "presets")
     run, draw = create_or_continue(config), np.random.Generator(np.random.PCG64(0))

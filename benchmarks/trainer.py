@@ -1,15 +1,21 @@
-"""One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over transformers that does the same passes.
+"""One RL iteration's training on a CPU: rlpipe's trainer beside a plain loop over
+transformers that does the same passes.
 
     .venv/bin/python benchmarks/trainer.py [--pairs 5] [--threads 1 2] [--steps 4]
-    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]          one GPU: tokens/s, MFU and peak memory of a shape
-    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b --offload optimizer  the same with AdamW's moments on the host
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b [--pairs 5]
+        one GPU: tokens/s, MFU and peak memory of a shape
+    .venv/bin/python benchmarks/trainer.py --shape qwen3-0.6b --offload optimizer
+        the same with AdamW's moments on the host
 
-512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then forward, backward, gradient norm and AdamW per step, with
-the clipped loss over all tokens, the entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence and
-runs it at once. They are done in turns, in one process. What is read from the store, and the proofs, are not timed on either side.
+512 rollouts of the preset `tiny`'s shape. Both compute proximal logprobs of every step, then
+forward, backward, gradient norm and AdamW per step, with the clipped loss over all tokens, the
+entropy and deterministic kernels, in float32. The plain loop pads its batch to the longest sequence
+and runs it at once. They are done in turns, in one process. What is read from the store, and the
+proofs, are not timed on either side.
 
-With `--shape` no other loop runs: random weights of the shape in bf16, activations recomputed, two steps of two rollouts of 8k tokens (prompt 1k), with
-the pass of the proximal logprobs, on the first GPU.
+With `--shape` no other loop runs: random weights of the shape in bf16, activations
+recomputed, two steps of two rollouts of 8k tokens (prompt 1k), with the pass of the
+proximal logprobs, on the first GPU.
 """
 
 from __future__ import annotations
@@ -43,18 +49,22 @@ from tests import trainer_world as world
 
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 8, 17, 16
 TINY: JsonDict = {
-    **world.MODEL, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32,
+    **world.MODEL, "vocab_size": 400, "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 4, "head_dim": 32,
     "max_position_embeddings": 128,
 }  # fmt: skip
 
 QWEN3: JsonDict = {
-    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
 }  # fmt: skip
 SHAPES: dict[str, JsonDict] = {
-    name: QWEN3 | dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True))
+    name: QWEN3
+    | dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True))
     | {"tie_word_embeddings": name != "qwen3-8b"}
     for name, sizes in {
-        "qwen3-0.6b": (1024, 3072, 28, 16), "qwen3-1.7b": (2048, 6144, 28, 16), "qwen3-4b": (2560, 9728, 36, 32), "qwen3-8b": (4096, 12288, 36, 32),
+        "qwen3-0.6b": (1024, 3072, 28, 16), "qwen3-1.7b": (2048, 6144, 28, 16), "qwen3-4b": (2560, 9728, 36, 32),
+        "qwen3-8b": (4096, 12288, 36, 32),
     }.items()
 }  # fmt: skip
 SHAPE_GROUPS, SHAPE_PROMPT, SHAPE_COMPLETION = 2, 1024, 7168  # of two rollouts each
@@ -69,7 +79,8 @@ def rows(mixed: bool) -> list[JsonDict]:
             length = int(random.integers(2, COMPLETION + 1)) if mixed else COMPLETION
             made.append(
                 {
-                    "group_index": group, "prompt_tokens": prompt, "completion_tokens": random.integers(2, 400, length).tolist(),
+                    "group_index": group, "prompt_tokens": prompt,
+                    "completion_tokens": random.integers(2, 400, length).tolist(),
                     "loss_mask": [1] * length, "rollout_logprobs": (-6 + 0.1 * random.standard_normal(length)).tolist(),
                     "reward": float(random.random() < 0.5),
                 }
@@ -138,9 +149,11 @@ def measure(threads: int, mixed: bool, pairs: int, steps: int, folder: Path) -> 
     tokens = metrics["train/num_tokens_processed"]
     ratios = [ours / theirs for ours, theirs in zip(own[1:], spent[1:], strict=True)]  # the first pair warms up
     print(
-        f"{'mixed' if mixed else 'equal'} lengths, {steps} steps, {threads} threads: plain {statistics.median(spent[1:]):.2f} s, rlpipe "
-        f"{statistics.median(own[1:]):.2f} s ({tokens / statistics.median(own[1:]):,.0f} tokens/s, rows {metrics['train/packing_efficiency']:.0%} full): "
-        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"{'mixed' if mixed else 'equal'} lengths, {steps} steps, {threads} threads: "
+        f"plain {statistics.median(spent[1:]):.2f} s, rlpipe "
+        f"{statistics.median(own[1:]):.2f} s ({tokens / statistics.median(own[1:]):,.0f} tokens/s, "
+        f"rows {metrics['train/packing_efficiency']:.0%} full): ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 
@@ -148,8 +161,10 @@ def long_rows(vocab_size: int, prompt: int, completion: int) -> list[JsonDict]:
     random = np.random.default_rng(0)
     return [
         {
-            "group_index": group, "prompt_tokens": random.integers(2, vocab_size, prompt).tolist(), "loss_mask": [1] * completion,
-            "completion_tokens": random.integers(2, vocab_size, completion).tolist(), "rollout_logprobs": [-12.0] * completion,
+            "group_index": group, "prompt_tokens": random.integers(2, vocab_size, prompt).tolist(),
+            "loss_mask": [1] * completion,
+            "completion_tokens": random.integers(2, vocab_size, completion).tolist(),
+            "rollout_logprobs": [-12.0] * completion,
             "reward": float(index),
         }
         for group in range(SHAPE_GROUPS) for index in range(2)
@@ -167,11 +182,15 @@ class Figures:
 
     def __str__(self) -> str:
         mfu = "not known here" if self.mfu is None else f"{self.mfu:.1%}"
-        return f"{self.tokens_per_s:,.0f} tokens/s, MFU {mfu}, peak memory {self.peak_gib:.2f} GiB, the first iteration {self.first_s:.0f} s"
+        return (
+            f"{self.tokens_per_s:,.0f} tokens/s, MFU {mfu}, peak memory {self.peak_gib:.2f} GiB, "
+            f"the first iteration {self.first_s:.0f} s"
+        )
 
 
 def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> Figures:
-    """Trains what is resident on two steps of two rollouts of that length, and once more, which does not count."""
+    """Trains what is resident on two steps of two rollouts of that length, and
+    once more, which does not count."""
     assert trainer.resident is not None, "nothing is loaded"
     vocab_size = trainer.resident.policy.lm.config.vocab_size
     batch = world.batch(trainer.gang.store, f"rows-{prompt}-{completion}", long_rows(vocab_size, prompt, completion))

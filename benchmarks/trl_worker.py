@@ -1,4 +1,5 @@
-"""TRL's side of benchmarks/compare_trl.py, run by the Python of TRL's own environment: reads a job, trains, writes what it saw.
+"""TRL's side of benchmarks/compare_trl.py, run by the Python of TRL's own environment: reads a job,
+trains, writes what it saw.
 
 ~/.cache/rlpipe/trl-VERSION/bin/python benchmarks/trl_worker.py JOB.json RESULT.json
 """
@@ -24,7 +25,8 @@ def verifier() -> Any:
 
 
 def reward(completion: str, answer: str) -> float:
-    """The preset's: 0.5 for the verifier of reasoning_gym, 0.5 for the exact answer; `format` has weight 0."""
+    """The preset's: 0.5 for the verifier of reasoning_gym, 0.5 for the exact
+    answer; `format` has weight 0."""
     from reasoning_gym.utils import extract_answer
 
     partial = verifier().score_answer(extract_answer(completion), {"answer": answer})
@@ -35,7 +37,8 @@ def reward(completion: str, answer: str) -> float:
 
 
 def check_rewards(tokenizer: Any, rollouts: list[list[Any]]) -> None:
-    """AssertionError unless rlpipe's own rollouts, [tokens, answer, reward], get here the reward that rlpipe gave them."""
+    """AssertionError unless rlpipe's own rollouts, [tokens, answer, reward], get here the reward
+    that rlpipe gave them."""
     for tokens, answer, expected in rollouts:
         assert abs(reward(tokenizer.decode(tokens, skip_special_tokens=True), answer) - expected) < 1e-9, (
             tokens,
@@ -45,7 +48,8 @@ def check_rewards(tokenizer: Any, rollouts: list[list[Any]]) -> None:
 
 
 class Seen(TrainerCallback):
-    """What was done, an entry a generation cycle; `sequences` and `trained_tokens` an entry an optimizer step."""
+    """What was done, an entry a generation cycle; `sequences` and
+    `trained_tokens` an entry an optimizer step."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.last = steps, 0.0
@@ -96,10 +100,12 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
     rows = [{"prompt": prompt["messages"], "answer": prompt["answer"]} for prompt in job["prompts"]]
     rollouts = job["num_prompts"] * job["group_size"]
     settings = GRPOConfig(
-        output_dir=job["output"], use_cpu=True, bf16=False, seed=job["seed"], max_steps=job["iterations"] * job["num_steps"],
+        output_dir=job["output"], use_cpu=True, bf16=False, seed=job["seed"],
+        max_steps=job["iterations"] * job["num_steps"],
         # one generation of all rollouts feeds num_steps optimizer steps
         per_device_train_batch_size=rollouts // job["num_steps"], gradient_accumulation_steps=1,
-        steps_per_generation=job["num_steps"], num_generations=job["group_size"], num_iterations=1, shuffle_dataset=False,
+        steps_per_generation=job["num_steps"], num_generations=job["group_size"],
+        num_iterations=1, shuffle_dataset=False,
         max_completion_length=job["completion_tokens_max"], temperature=1.0, top_p=1.0, top_k=0,
         loss_type="dapo", scale_rewards="group", beta=0.0, epsilon=job["clip_low"], epsilon_high=job["clip_high"],
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, optim="adamw_torch_fused",

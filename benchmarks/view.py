@@ -1,10 +1,14 @@
-"""How long `rlpipe view` takes for a page of each kind, on the disk and on S3 (SeaweedFS on this machine).
+"""How long `rlpipe view` takes for a page of each kind, on the disk and on
+S3 (SeaweedFS on this machine).
 
-    .venv/bin/python benchmarks/view.py [--iterations 200] [--rollouts 4096] [--rounds 3] [--folder /tmp] [--no-s3]
+    .venv/bin/python benchmarks/view.py [--iterations 200] [--rollouts 4096] [--rounds 3]
+        [--folder /tmp] [--no-s3]
 
-Writes one run with the store's own writers (benchmarks/synthetic.py), as many metrics an iteration as a real one has, ten evaluations, and a fork.
-`cold`: the first page that a new server answers, with the processor time that took; `warm`: the same page once more. Both are of the whole answer over
-HTTP, medians, in brackets the least and the most. `drawn` is Chromium's time from the address to the drawn curves, in a new browser whose cache is empty.
+Writes one run with the store's own writers (benchmarks/synthetic.py), as many metrics an iteration
+as a real one has, ten evaluations, and a fork. `cold`: the first page that a new server answers,
+with the processor time that took; `warm`: the same page once more. Both are of the whole answer
+over HTTP, medians, in brackets the least and the most. `drawn` is Chromium's time from the address
+to the drawn curves, in a new browser whose cache is empty.
 """
 
 from __future__ import annotations
@@ -88,7 +92,8 @@ def serving_view(url: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def fetched(address: str, server: psutil.Process) -> tuple[float, float, int]:
-    """Seconds until the whole answer is there, processor seconds of the server, and the bytes of the answer."""
+    """Seconds until the whole answer is there, processor seconds of the
+    server, and the bytes of the answer."""
     before, started = server.cpu_times(), time.perf_counter()
     with urllib.request.urlopen(address, timeout=600) as answer:
         data = answer.read()
@@ -97,7 +102,8 @@ def fetched(address: str, server: psutil.Process) -> tuple[float, float, int]:
 
 
 def drawn(root: str, path: str) -> float:
-    """Seconds from the navigation to the load event, curves drawn, in a new browser; scripts are deferred, so the event is behind them."""
+    """Seconds from the navigation to the load event, curves drawn, in a new browser; scripts are
+    deferred, so the event is behind them."""
     with browser(root) as tab:
         started = time.perf_counter()
         tab.page.goto(f"{root}{path}", wait_until="load")
@@ -123,7 +129,10 @@ def measure(place: str, url: str, rounds: int, prompt: str) -> None:
                 warm.append(fetched(root + path, server)[0])
                 if CHROMIUM:
                     shown.append(drawn(root, path))
-        figures = f"{text_of(cold):26s}{statistics.median(cpu):6.2f}     {text_of(warm):26s}{text_of(shown) if shown else '-'}"
+        figures = (
+            f"{text_of(cold):26s}{statistics.median(cpu):6.2f}     "
+            f"{text_of(warm):26s}{text_of(shown) if shown else '-'}"
+        )
         print(f"{name:36s}{size / 1e3:6.0f}  {figures}", flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Environments that wait, for benchmarks/environments.py: as one waits for a browser, a sandbox or a service. They import next to nothing."""
+"""Environments that wait, for benchmarks/environments.py: as one waits for a browser, a sandbox or
+a service. They import next to nothing."""
 
 from __future__ import annotations
 

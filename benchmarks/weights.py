@@ -1,12 +1,16 @@
-"""The way of weights from the trainer to all engines, beside a raw copy of the same bytes, with the store on an S3 of 20 MB/s and on a fast one.
+"""The way of weights from the trainer to all engines, beside a raw copy of the same bytes, with the
+store on an S3 of 20 MB/s and on a fast one.
 
-    .venv/bin/python benchmarks/weights.py FOLDER [--reloads 4] [--mb-per-s 20] [--gbit-per-s 0 1 10]
+    .venv/bin/python benchmarks/weights.py FOLDER [--reloads 4] [--mb-per-s 20]
+        [--gbit-per-s 0 1 10]
 
-As root: network namespaces are the nodes, and a host does not see the trainer's disk. Runs iterations of a new model of 205 MB by the bare library,
-with two engines on the trainer's node, and with two hosts of one engine each on nodes of their own, whose cable to the trainer carries what
-`--gbit-per-s` says (0: what the machine can). From one iteration to the next the S3 is throttled, and is not. Printed are seconds from the end of
-the save until all hosts have the files, verified, and until all engines are proved; what of it was what; the raw copy; and when the
-next iteration sampled and the policy was committed. And the final sha256 of each.
+As root: network namespaces are the nodes, and a host does not see the trainer's disk. Runs
+iterations of a new model of 205 MB by the bare library, with two engines on the trainer's node, and
+with two hosts of one engine each on nodes of their own, whose cable to the trainer carries what
+`--gbit-per-s` says (0: what the machine can). From one iteration to the next the S3 is throttled,
+and is not. Printed are seconds from the end of the save until all hosts have the files, verified,
+and until all engines are proved; what of it was what; the raw copy; and when the next iteration
+sampled and the policy was committed. And the final sha256 of each.
 """
 
 from __future__ import annotations
@@ -47,12 +51,14 @@ from tests.s3_world import serving
 
 PRESETS = Path(__file__).parent.parent / "flows/presets"
 MODEL = [
-    "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=4", "model.num_heads=8", "model.num_kv_heads=8",
-    "model.init_std=0.02",
+    "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=4", "model.num_heads=8",
+    "model.num_kv_heads=8", "model.init_std=0.02",
 ]  # fmt: skip
 SETTINGS = [
-    *MODEL, "run=a", "tracking.uri=", "sft.num_steps=0", "rl.num_prompts=2", "rl.group_size=4", "rl.shard_prompts=2", "rl.num_steps=1",
-    "rl.completion_tokens_max=8", "rl.filters={}", "rl.learning_rate=1e-5", "evaluation.every=0", "checkpoint.state_every=1000", "trainer.threads=1",
+    *MODEL, "run=a", "tracking.uri=", "sft.num_steps=0", "rl.num_prompts=2", "rl.group_size=4", "rl.shard_prompts=2",
+    "rl.num_steps=1",
+    "rl.completion_tokens_max=8", "rl.filters={}", "rl.learning_rate=1e-5", "evaluation.every=0",
+    "checkpoint.state_every=1000", "trainer.threads=1",
     "engines.threads=1",
 ]  # fmt: skip
 HERE = ["engines.count=2"]
@@ -63,7 +69,10 @@ SERVE_DEADLINE_S = 180.0
 
 @dataclass
 class Reload:
-    """One weight version on its way. Moments are in seconds of the clock; `raw_s`: of the plain copy."""
+    """One weight version on its way.
+
+    Moments are in seconds of the clock; `raw_s`: of the plain copy.
+    """
 
     mb_per_s: float
     spans: list[Span] = field(default_factory=list)
@@ -82,7 +91,8 @@ class Reload:
         return max(span.end - span.start for span in self.spans if span.part == part)
 
     def figures(self) -> dict[str, float]:
-        """Seconds: of the save's parts, from its end to the end of each part that follows, and how that compares with the raw copy."""
+        """Seconds: of the save's parts, from its end to the end of each part that follows, and how
+        that compares with the raw copy."""
         save, fetched, proved = self.span("save"), self.span("fetch").end, self.span("prove").end
         return {
             "save": save.end - save.start,
@@ -132,7 +142,8 @@ class World:
         return [Span(*json.loads(line)) for line in lines]
 
     async def run(self, sets: list[str], speeds: list[float]) -> tuple[list[Reload], str]:
-        """An iteration for each speed of the S3 in MB/s, and one more that samples with the last policy; what was seen, and the sha256 of that."""
+        """An iteration for each speed of the S3 in MB/s, and one more that samples with the last
+        policy; what was seen, and the sha256 of that."""
         store = f"s3://rlpipe/{self.folder.name}"
         config = read_config(
             "tiny", [*SETTINGS, *sets, f"store={store}", f"rl.num_iterations={len(speeds) + 1}"], PRESETS

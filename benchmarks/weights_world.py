@@ -1,4 +1,5 @@
-"""Where benchmarks/weights.py measures: the nodes, what runs on them, the plain copy, and the clock of what hosts do.
+"""Where benchmarks/weights.py measures: the nodes, what runs on them, the plain copy,
+and the clock of what hosts do.
 
 weights_world.py trainer|host ARGUMENTS    # `rlpipe trainer`, `rlpipe host`, whose parts are timed
 """
@@ -63,7 +64,8 @@ def timed(function: Callable[..., Any], part: str, note: Callable[[Span], None])
 
 
 def time_hosts() -> None:
-    """The hosts of this process write the spans of their parts to the file that $RLPIPE_TIMES names."""
+    """The hosts of this process write the spans of their parts to the
+    file that $RLPIPE_TIMES names."""
 
     def note(span: Span) -> None:
         with open(os.environ[TIMES], "a") as file:
@@ -89,7 +91,8 @@ def copy_here(folder: Path) -> Callable[[Path], float]:
 
 @contextlib.contextmanager
 def copier(folder: Path, nodes: dict[str, Node]) -> Iterator[Callable[[Path], float]]:
-    """What copies a file from the trainer's node to all hosts at once; seconds until all have it."""
+    """What copies a file from the trainer's node to all hosts at
+    once; seconds until all have it."""
     port, program = free_port(), [sys.executable, str(Path(__file__).with_name("raw_copy.py"))]
     at = [nodes["trainer"].address, str(port)]
 
@@ -122,7 +125,10 @@ def copier(folder: Path, nodes: dict[str, Node]) -> Iterator[Callable[[Path], fl
 
 @contextlib.contextmanager
 def services(folder: Path, nodes: dict[str, Node], store: str) -> Iterator[None]:
-    """The trainer and two hosts on their nodes. Hosts have no look at the trainer's disk: it is covered where they are."""
+    """The trainer and two hosts on their nodes.
+
+    Hosts have no look at the trainer's disk: it is covered where they are.
+    """
     join, started = ["--store", store, "--run", "a"], list[subprocess.Popen[str]]()
     for name in ("trainer", "host-a", "host-b"):
         (folder / name).mkdir()
@@ -136,7 +142,8 @@ def services(folder: Path, nodes: dict[str, Node], store: str) -> Iterator[None]
         inside = [*nodes[name].inside, *([] if name == "trainer" else cover)]
         with (folder / name / "log").open("w") as log:
             started.append(
-                subprocess.Popen([*inside, *command], cwd=folder / name, stdout=log, stderr=log, text=True, start_new_session=True,
+                subprocess.Popen([*inside, *command], cwd=folder / name, stdout=log,
+                                 stderr=log, text=True, start_new_session=True,
                                  env={**os.environ, ADDRESS_VARIABLE: nodes[name].address})
             )  # fmt: skip
     try:

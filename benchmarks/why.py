@@ -1,10 +1,13 @@
-"""Whether `rlpipe why` names what was planted: twelve faults, and healthy runs in which there is nothing to name.
+"""Whether `rlpipe why` names what was planted: twelve faults, and healthy runs in
+which there is nothing to name.
 
-    .venv/bin/python benchmarks/why.py [--seeds 1] [--healthy 20] [--first-healthy 0] [--folder /tmp/why]
+    .venv/bin/python benchmarks/why.py [--seeds 1] [--healthy 20] [--first-healthy 0]
+        [--folder /tmp/why]
 
-Makes the runs (rlpipe run and fork, minutes; those that are in the folder are kept), asks `rlpipe why RUN` of each as a process of its own, without
-saying which iteration, and prints a table. Ends with exit code 1 when fewer than 10 of 12 faults are named first, more than one healthy run of
-20 has a false alarm, or a report takes 60 s.
+Makes the runs (rlpipe run and fork, minutes; those that are in the folder are kept), asks
+`rlpipe why RUN` of each as a process of its own, without saying which iteration, and prints a
+table. Ends with exit code 1 when fewer than 10 of 12 faults are named first, more than one healthy
+run of 20 has a false alarm, or a report takes 60 s.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ def planted(world: World, seeds: list[int]) -> tuple[int, list[float]]:
             names = answer.suspects or ["no cause found"]
             at = f"{answer.at:2d}" + (" " if answer.at == AT else "*")
             print(
-                f"{seed:4d}  {fault:18s}  {names[0]:18s}  {at}  {rank or '-':>4}  {answer.seconds:7.1f}  {', '.join(names[1:])}",
+                f"{seed:4d}  {fault:18s}  {names[0]:18s}  {at}  {rank or '-':>4}  {answer.seconds:7.1f}  "
+                f"{', '.join(names[1:])}",
                 flush=True,
             )
     return first, seconds
@@ -99,7 +103,8 @@ def main() -> None:
         alarms = healthy(world, range(arguments.first_healthy, arguments.first_healthy + arguments.healthy))
     total = len(FAULTS) * len(arguments.seeds)
     print(
-        f"{first} of {total} planted faults are named first, {alarms} of {arguments.healthy} healthy runs have a false alarm"
+        f"{first} of {total} planted faults are named first, {alarms} of {arguments.healthy} healthy "
+        "runs have a false alarm"
     )
     print(f"a report takes {max(seconds, default=0.0):.1f} s at most")
     if 12 * first < 10 * total or 20 * alarms > arguments.healthy or max(seconds, default=0.0) >= SECONDS_MAX:

@@ -1,10 +1,13 @@
-"""Whether `rlpipe why` tells one cause from another, whatever the reward: twelve causes and none, for three kinds of reward.
+"""Whether `rlpipe why` tells one cause from another, whatever the reward: twelve causes and none,
+for three kinds of reward.
 
-    .venv/bin/python benchmarks/why_causes.py [--seeds 1 2] [--kinds exact partial two] [--folder /tmp/why-causes] [--ask-only]
+    .venv/bin/python benchmarks/why_causes.py [--seeds 1 2] [--kinds exact partial two]
+        [--folder /tmp/why-causes] [--ask-only]
 
-Makes the runs (minutes a kind and seed; those that are in the folder are kept), asks `rlpipe why RUN` of each without saying which
-iteration, and prints a table: what is named first, what else is named that nobody touched, and the symptoms. Ends with exit code 1 where
-a cause is not first, or something that nobody touched is named.
+Makes the runs (minutes a kind and seed; those that are in the folder are kept), asks
+`rlpipe why RUN` of each without saying which iteration, and prints a table: what is named first,
+what else is named that nobody touched, and the symptoms. Ends with exit code 1 where a cause is not
+first, or something that nobody touched is named.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from tests.prefect_stand import bare_server
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of reward: what runs are scored by, the part whose code is broken, and other weights of the parts."""
+    """A kind of reward: what runs are scored by, the part whose code is broken,
+    and other weights of the parts."""
 
     rewards: str
     breaks: str
@@ -98,7 +102,8 @@ class Causes:
         )
 
     def plant(self, seed: int) -> dict[str, str]:
-        """Makes the run of each cause, which has it from iteration AT on but for rates that rise or are too high from the start."""
+        """Makes the run of each cause, which has it from iteration AT on but for rates that rise or
+        are too high from the start."""
         world, runs = self.world, run_names(seed)
         parent = runs["none"]
         rows = healthy_rows(random.Random(seed))
@@ -122,7 +127,10 @@ class Causes:
         return runs
 
     def ask(self, cause: str, run: str, seed: int) -> tuple[str, bool]:
-        """A line of the table, and whether all is as it should be. Of even seeds the code is asked that was broken, of odd ones the mended."""
+        """A line of the table, and whether all is as it should be.
+
+        Of even seeds the code is asked that was broken, of odd ones the mended.
+        """
         environment = {**os.environ, **self.world.folder.environment}
         broken = self.world.path / self.kind.breaks
         if cause == "reward code" and seed % 2 == 0:
@@ -143,7 +151,10 @@ class Causes:
         right = not others and (first in wanted or (unfelt and not found) if wanted else not found)
         at = re.search(r"iteration (\d+): reward", done.stdout)
         assert at is not None, done.stdout
-        cells = f"{first or ('unfelt' if unfelt else 'no cause found'):18s}  {at[1]:>2s}  {', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
+        cells = (
+            f"{first or ('unfelt' if unfelt else 'no cause found'):18s}  {at[1]:>2s}  "
+            f"{', '.join(others) or '-':24s}  {', '.join(symptoms) or '-'}"
+        )
         return f"{cause:20s}  {'yes' if right else 'NO ':3s}  {cells}", right
 
 

@@ -1,5 +1,6 @@
-"""The runs of benchmarks/why.py: one SFT, and runs of RL with a fault planted at a known iteration, through what a user has in hand:
-settings of a fork, the code of a reward, a reward service, an environment, the data. Two are changed in the store (`AS_STORED`).
+"""The runs of benchmarks/why.py: one SFT, and runs of RL with a fault planted at a known iteration,
+through what a user has in hand: settings of a fork, the code of a reward, a reward service, an
+environment, the data. Two are changed in the store (`AS_STORED`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def drawn(rng: random.Random, count: int, lengths: tuple[int, ...] = EASY) -> li
 
 
 def write_rows(path: Path, rows: list[JsonDict], seed: int = 0) -> None:
-    """A file from which a run of this seed draws the rows in this order: the cursor's shuffle is undone."""
+    """A file from which a run of this seed draws the rows in this order:
+    the cursor's shuffle is undone."""
     cursor = PromptCursor([len(rows)], [1.0], seed)
     order, _ = cursor.take(cursor.start(), len(rows))
     placed: list[JsonDict] = [{} for _ in rows]
@@ -227,7 +229,8 @@ class World:
             self.fork(f"before-{run}", AT - 1, run)
 
     def stale(self, parent: str, run: str, seed: int) -> None:
-        """Rollouts that a policy sampled which stopped to learn at iteration 2, under the versions that the engine should have had."""
+        """Rollouts that a policy sampled which stopped to learn at iteration 2, under the versions
+        that the engine should have had."""
         frozen = f"frozen-{seed}"
         self.fork(parent, 1, frozen, "rl.learning_rate=1e-12")
         self.fork(parent, AT - 1, run, f"rl.rollouts_from=run:{frozen}")
@@ -238,7 +241,8 @@ class World:
         self._hide(run, "reference", "")
 
     def _hide(self, run: str, name: str, value: str) -> None:
-        """What the run was planted with is taken out of its record: its iterations look as if nobody had asked for it."""
+        """What the run was planted with is taken out of its record: its iterations look as if
+        nobody had asked for it."""
         store, key = self.folder.open_store(), record_key(run)
         record = read_document(store, key, RunRecord)
         if record.config["rl"][name] != value:
@@ -251,7 +255,8 @@ class World:
         run, rng = f"healthy-{number:02d}", random.Random(f"healthy/{number}")
         prompts, group = rng.choice([8, 12, 16, 24]), rng.choice([4, 8])
         rate = rng.choice([5e-5, 1e-4, 2e-4, 4e-4])
-        rewards = rng.choice(['{"scorers:spelled" = 0.6, "scorers:near" = 0.3, format = 0.1}', '{"scorers:spelled" = 1.0}', '{"scorers:near" = 0.9, format = 0.1}'])  # fmt: skip
+        rewards = rng.choice(['{"scorers:spelled" = 0.6, "scorers:near" = 0.3, format = 0.1}',
+                              '{"scorers:spelled" = 1.0}', '{"scorers:near" = 0.9, format = 0.1}'])  # fmt: skip
         sets = [
             f"rl.num_prompts={prompts}",
             f"rl.group_size={group}",

@@ -1,7 +1,9 @@
-"""An agent with a loop of its own: it asks a model for products of two numbers, and gives it a calculator.
+"""An agent with a loop of its own: it asks a model for products of two
+numbers, and gives it a calculator.
 
-It knows nothing of rlpipe. As a command, the prompt comes as JSON on stdin, the address and the key of the model from OPENAI_BASE_URL
-and OPENAI_API_KEY, as with any other server, and the reward goes as JSON to the last line of stdout. `agent` is the same as a function.
+It knows nothing of rlpipe. As a command, the prompt comes as JSON on stdin, the address and the key
+of the model from OPENAI_BASE_URL and OPENAI_API_KEY, as with any other server, and the reward goes
+as JSON to the last line of stdout. `agent` is the same as a function.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Gymnasium environments played in words: an adapter for those with discrete actions, and a frozen lake.
+"""Gymnasium environments played in words: an adapter for those with
+discrete actions, and a frozen lake.
 
     pip install gymnasium
-    rlpipe run PRESET --set rl.environment=examples.gymnasium_words:FrozenLake --set 'rl.rewards={environment = 1.0}' ...
+    rlpipe run PRESET --set rl.environment=examples.gymnasium_words:FrozenLake \
+        --set 'rl.rewards={environment = 1.0}' ...
 
-user       You stand at P. Walk to the gift G, and into no hole O. Say one word: left, down, right or up.
+user       You stand at P. Walk to the gift G, and into no hole O. Say one word: left, down, right
+           or up.
            P..O / ...G / ....
 assistant  right
 user       .P.O / ...G / ....
@@ -23,10 +26,12 @@ from rlpipe.records.prompt import Messages, RewardPrompt
 
 
 class GymnasiumWords:
-    """An environment of Gymnasium by its id: `words` are its actions, in order, and what it shows is told as text.
+    """An environment of Gymnasium by its id: `words` are its actions, in order, and
+    what it shows is told as text.
 
-    Its random numbers come from the prompt's id, so that it answers the same when it is made again. A completion without one of the words
-    changes nothing, and is told so; of several the last one counts.
+    Its random numbers come from the prompt's id, so that it answers the same when it is
+    made again. A completion without one of the words changes nothing, and is told so;
+    of several the last one counts.
     """
 
     words: tuple[str, ...] = ()
@@ -60,7 +65,10 @@ class GymnasiumWords:
 
 
 class FrozenLake(GymnasiumWords):
-    """A lake of its own for every prompt, drawn with P, G, O for holes and . for ice. Reward 1 for the gift; a hole ends it."""
+    """A lake of its own for every prompt, drawn with P, G, O for holes and . for ice.
+
+    Reward 1 for the gift; a hole ends it.
+    """
 
     words = ("left", "down", "right", "up")
 
@@ -79,6 +87,7 @@ class FrozenLake(GymnasiumWords):
 
 
 def lakes(seed: int, rows_max: int) -> list[dict[str, str]]:
-    """Prompts, each with the number of its lake as answer: a data set, `source = "examples.gymnasium_words:lakes"`."""
+    """Prompts, each with the number of its lake as answer: a data set,
+    `source = "examples.gymnasium_words:lakes"`."""
     text = "You stand at P. Walk to the gift G, and into no hole O. Say one word: left, down, right or up."
     return [{"prompt": text, "answer": str(seed * rows_max + index)} for index in range(rows_max)]

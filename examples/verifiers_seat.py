@@ -1,11 +1,14 @@
 """Environments of the package verifiers (0.4), with the policy in the seat of their one agent.
 
     pip install verifiers
-    rlpipe run PRESET --set rl.environment=examples.verifiers_seat:Seat --set 'rl.environment_args={taskset = "my-taskset"}' \
-        --set data.NAME.source=examples.verifiers_seat:tasks --set 'data.NAME.args={taskset = "my-taskset"}' ...
+    rlpipe run PRESET --set rl.environment=examples.verifiers_seat:Seat \
+        --set 'rl.environment_args={taskset = "my-taskset"}' \
+        --set data.NAME.source=examples.verifiers_seat:tasks \
+        --set 'data.NAME.args={taskset = "my-taskset"}' ...
 
-In verifiers an environment calls its agent: `run(task, agents)` asks for one turn after another. Here that call waits for the policy's next
-completion, so that what verifiers sees as one long coroutine is a rollout of several steps. Many wait side by side in one process.
+In verifiers an environment calls its agent: `run(task, agents)` asks for one turn after another.
+Here that call waits for the policy's next completion, so that what verifiers sees as one long
+coroutine is a rollout of several steps. Many wait side by side in one process.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from rlpipe.records.prompt import Messages, RewardPrompt
 
 
 class Seat:
-    """A task of a verifiers taskset, by the number that is the prompt's answer. Its rewards, weighted, are the step reward at the end.
+    """A task of a verifiers taskset, by the number that is the prompt's answer.
 
-    `seat`: the agent that the policy plays. An environment that asks another one (a judge, a modelled user) fails by name. Neither tools
-    nor containers are started: a reward that needs a runtime is skipped, as verifiers does without one.
+    Its rewards, weighted, are the step reward at the end.
+
+    `seat`: the agent that the policy plays. An environment that asks another one (a judge, a
+    modelled user) fails by name. Neither tools nor containers are started: a reward that needs a
+    runtime is skipped, as verifiers does without one.
     """
 
     def __init__(self, taskset: str, seat: str = "agent", **settings: Any) -> None:
@@ -51,7 +57,8 @@ class Seat:
         return messages
 
     async def step(self, completion: str) -> Step:
-        """What it says next; the rewards and metrics of the trace once `run` has come to its end."""
+        """What it says next; the rewards and metrics of the trace
+        once `run` has come to its end."""
         self.completions.put_nowait(completion)
         messages = await self._next()
         if messages is not None:
@@ -74,7 +81,10 @@ class Seat:
         await self.env.finalize(task, vf.Episode(env=EnvInfo(), task=_trace_task(task), traces=self.traces))
 
     async def _next(self) -> Messages | None:
-        """What the agent is asked next; None once the environment has come to its end. Raises what it raised."""
+        """What the agent is asked next; None once the environment has come to its end.
+
+        Raises what it raised.
+        """
         asked = asyncio.create_task(self.asked.get())
         await asyncio.wait({asked, self.playing}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -133,7 +143,10 @@ class Conversation:
 
 
 def tasks(seed: int, rows_max: int, taskset: str, **settings: Any) -> list[dict[str, str]]:
-    """The first tasks of a taskset as prompts, each with its number as answer: a data set. `seed` is not used: a taskset has its own order."""
+    """The first tasks of a taskset as prompts, each with its number as answer: a data set.
+
+    `seed` is not used: a taskset has its own order.
+    """
     env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": taskset, **settings}}))
     numbered: Iterator[tuple[int, vf.Task]] = enumerate(itertools.islice(env.taskset, rows_max))
     return [{"prompt": task.data.prompt_text or task.key, "answer": str(number)} for number, task in numbered]

@@ -1,9 +1,14 @@
-"""The `rlpipe` command: the outermost layer. Prefect is imported only by the commands that run a flow."""
+"""The `rlpipe` command: the outermost layer.
+
+Prefect is imported only by the commands that run a flow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -35,6 +40,11 @@ def first_text(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def help_of(command: Callable[..., Any]) -> str:
+    """Its docstring, one line a paragraph: Typer shows the ends of lines in a list of commands."""
+    return "\n\n".join(" ".join(lines.split()) for lines in (inspect.getdoc(command) or "").split("\n\n"))
+
+
 class Commands(TyperGroup):
     """Prints an error of a command as one line, without a traceback."""
 
@@ -56,7 +66,8 @@ class Commands(TyperGroup):
             if not name or name in ("rlpipe", "flows", "tasks"):
                 raise
             fail(UserError(f"this needs the package {name.replace('_', '-')}, which is not installed here"), 2)
-        except (RuntimeError, OSError) as error:  # the store, an engine, the trainer or the Prefect server gave up
+        except (RuntimeError, OSError) as error:
+            # the store, an engine, the trainer or the Prefect server gave up
             fail(error, 1)
 
 
@@ -100,7 +111,8 @@ def plan(source: Source, sets: Sets = None) -> None:
 def fields(
     prefix: Annotated[str, typer.Argument(help="only the fields whose names begin so: rl, rl.clip")] = "",
 ) -> None:
-    """Every field of the config: what it is, its default and bounds, and whether it may change between two starts."""
+    """Every field of the config: what it is, its default and bounds, and whether it
+    may change between two starts."""
     echo_all(field_lines(prefix))
 
 
@@ -124,7 +136,8 @@ def show(
 
 @app.command()
 def compare(a: str, b: str, store: StoreUrl = STORE) -> None:
-    """Two runs side by side: the settings that differ, their newest metrics, evaluations before and after RL."""
+    """Two runs side by side: the settings that differ, their newest metrics,
+    evaluations before and after RL."""
     opened = readable_store(store)
     echo_all(compare_lines(open_existing(opened, a), open_existing(opened, b)))
 
@@ -144,7 +157,8 @@ def verify(run: str, store: StoreUrl = STORE) -> None:
     """Re-hash every artifact of a run; exit code 1 on any fault."""
     try:
         count, faults = audit.verify(open_existing(readable_store(store), run))
-    except (ConfigRefused, StoreError) as error:  # of its record, without which nothing of it can be found
+    except (ConfigRefused, StoreError) as error:
+        # of its record, without which nothing of it can be found
         count, faults = 0, str(error).splitlines()
     echo_all(f"FAULT {fault}" for fault in faults)
     echo(f"{run}: {count} artifacts, {len(faults)} faults")
@@ -154,7 +168,8 @@ def verify(run: str, store: StoreUrl = STORE) -> None:
 
 @app.command()
 def gc(run: str, delete: Delete = False, lost: Lost = None, store: StoreUrl = STORE) -> None:
-    """List (or delete) what no manifest of a run names, nor may ever name: files of attempts that died. Not while the run is worked on."""
+    """List (or delete) what no manifest of a run names, nor may ever name: files of attempts that
+    died. Not while the run is worked on."""
     swept = open_existing(readable_store(store), run)
     with contextlib.ExitStack() as stack:
         if delete:
@@ -174,7 +189,8 @@ def gc(run: str, delete: Delete = False, lost: Lost = None, store: StoreUrl = ST
 def automations(
     notify: Annotated[str, typer.Option(metavar="TYPE/NAME", help="the notification block that is used")] = "",
 ) -> None:
-    """Create or update what the Prefect server does by itself: find dead flow runs, retry crashed ones, notify."""
+    """Create or update what the Prefect server does by itself: find dead flow
+    runs, retry crashed ones, notify."""
     import httpx
 
     from flows.outage import PrefectAway
@@ -192,6 +208,9 @@ def automations(
 for command in (sql, view, why):
     app.command()(command)
 add_service_commands(app)
+for registered in app.registered_commands:
+    if registered.callback and not registered.help:
+        registered.help = help_of(registered.callback)
 
 if __name__ == "__main__":
     app()

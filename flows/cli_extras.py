@@ -40,7 +40,8 @@ Second = Annotated[
 
 
 def view(store: StoreUrl = STORE, host: Host = "127.0.0.1", port: Port = 8450) -> None:
-    """Look at a store in a browser: runs, groups, rollouts token by token, evaluations. It only reads, also while runs write."""
+    """Look at a store in a browser: runs, groups, rollouts token by token, evaluations. It only
+    reads, also while runs write."""
     serve: Callable[[Store, str, int, Callable[..., None]], None] = opened(COMMANDS["view"], "rlpipe view")
     serve(readable_store(store), host, port, echo)
 
@@ -52,7 +53,8 @@ def sql(
     rows: Annotated[int, typer.Option(min=1, help="rows of a table that are shown")] = 100,
     store: StoreUrl = STORE,
 ) -> None:
-    """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores, evaluations, evaluation_rollouts, artifacts."""
+    """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores,
+    evaluations, evaluation_rollouts, artifacts."""
     answer: Callable[[Store, str, list[str], Format, int, Callable[..., None]], list[str]]
     answer = opened(COMMANDS["sql"], "rlpipe sql")
     faults = answer(readable_store(store), query, run or [], kind, rows, echo)

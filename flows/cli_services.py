@@ -1,7 +1,9 @@
-"""Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`), `rlpipe export` (Prefect is not needed for
-these), and `rlpipe evaluate`. And servers by themselves: `rlpipe engine`, `rlpipe server`.
+"""Commands for a run that there is: its services elsewhere (`rlpipe host`, `rlpipe trainer`),
+`rlpipe export` (Prefect is not needed for these), and `rlpipe evaluate`. And servers by themselves:
+`rlpipe engine`, `rlpipe server`.
 
-Here is also what they share with the other commands: the options `--set` and `--store`, and the store itself.
+Here is also what they share with the other commands: the options `--set` and
+`--store`, and the store itself.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def evaluate(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Evaluate a committed policy of a run and print the metrics; of one that was evaluated they are read."""
+    """Evaluate a committed policy of a run and print the metrics; of one
+    that was evaluated they are read."""
     set_defaults()
     overrides = [*(sets or []), f"store={json.dumps(store)}"]
     config = override_config(open_existing(checked_store(store), run).config, overrides)
@@ -103,7 +106,8 @@ def export(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Copy a policy, verified, into a folder in HF format. One that was pruned is made again by a trainer: --set trainer.* says where."""
+    """Copy a policy, verified, into a folder in HF format. One that was pruned is made again by a
+    trainer: --set trainer.* says where."""
     if others := [entry for entry in sets or [] if not entry.startswith("trainer.")]:
         raise UserError(f"--set {others[0]}: a policy is as it was trained; what may be set is trainer.*")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -123,7 +127,8 @@ def host(
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
 ) -> None:
-    """Join a run with the engines of this node, until stopped. The run uses them within seconds, also while it samples."""
+    """Join a run with the engines of this node, until stopped. The run uses them within seconds,
+    also while it samples."""
     from rlpipe.engines.remote import HostService
 
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -141,7 +146,8 @@ def trainer(
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
 ) -> None:
-    """Join a run with this node's part of its trainer gang, until stopped (`trainer.place = "elsewhere"`)."""
+    """Join a run with this node's part of its trainer gang, until stopped
+    (`trainer.place = "elsewhere"`)."""
     from rlpipe.trainer.process import GangService
 
     _serve("trainer", store, run, sets, idle_timeout_s, partial(GangService, node=node, address=own_address(address)))
@@ -161,7 +167,8 @@ def server(
         int | None, typer.Option(min=1, max=65535, envvar="PREFECT_SERVER_API_PORT", help="port of the server")
     ] = None,
 ) -> None:
-    """Prefect's server and UI on this machine, as runs want it; with --database FILE on what `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
+    """Prefect's server and UI on this machine, as runs want it; with --database FILE on what
+    `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
     if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
         raise UserError(
             f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does"
@@ -182,7 +189,8 @@ def add_service_commands(app: typer.Typer) -> None:
 def _serve(
     section: str, store: str, run: str, sets: list[str] | None, idle_timeout_s: float, create: CreateService
 ) -> None:
-    """Serves a run with the settings of one section changed, until it is over, or SIGTERM or SIGINT: it leaves the run before it ends."""
+    """Serves a run with the settings of one section changed, until it is over, or SIGTERM or
+    SIGINT: it leaves the run before it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 

@@ -1,4 +1,7 @@
-"""The commands that start a run: `rlpipe run`, `rlpipe resume`, `rlpipe fork`. Prefect is imported when one does."""
+"""The commands that start a run: `rlpipe run`, `rlpipe resume`, `rlpipe fork`.
+
+Prefect is imported when one does.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
 
 
 def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None:
-    """Go on with a run where it was, with the settings that it was started with last; --set changes what may change."""
+    """Go on with a run where it was, with the settings that it was started with last;
+    --set changes what may change."""
     set_defaults()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     for entry in sets or []:
@@ -90,9 +94,11 @@ def fork_command(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Create a new run that shares iterations 0..K of another, or its SFT only, and continue it with other settings.
+    """Create a new run that shares iterations 0..K of another, or its SFT only, and
+    continue it with other settings.
 
-    With --redo it shares iterations 0..K-1 and what was sampled in K, computes K again, prints what changed, and ends.
+    With --redo it shares iterations 0..K-1 and what was sampled in K, computes K again,
+    prints what changed, and ends.
     """
     set_defaults()
     from rlpipe.stages.redo import changes, check_redo

@@ -1,5 +1,5 @@
-"""The file in which the Prefect server of `rlpipe run` keeps what its UI shows: in `scratch`, one for the runs of a store that this
-machine works on. Nothing in it is needed to go on with a run.
+"""The file in which the Prefect server of `rlpipe run` keeps what its UI shows: in `scratch`, one
+for the runs of a store that this machine works on. Nothing in it is needed to go on with a run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ SQLITE = b"SQLite format 3\0"
 
 
 def own_database(config: PipelineConfig) -> Path | None:
-    """The file for the runs of the config's store; None where the user's settings of Prefect name a server, a database or a PREFECT_HOME.
+    """The file for the runs of the config's store; None where the user's settings of Prefect name a
+    server, a database or a PREFECT_HOME.
 
-    The machine is in its name: where nodes share a scratch folder, SQLite would not survive two that write one file.
+    The machine is in its name: where nodes share a scratch folder, SQLite would not
+    survive two that write one file.
     """
     from prefect.settings import get_current_settings
 
@@ -58,13 +60,17 @@ def existing_database(path: Path) -> Path:
 
 
 def environment_of(path: Path) -> dict[str, str]:
-    """By which a Prefect server uses this file. Quoted, as a path may have a question mark in it."""
+    """By which a Prefect server uses this file.
+
+    Quoted, as a path may have a question mark in it.
+    """
     return {VARIABLE: f"sqlite+aiosqlite:///file:{quote(str(path))}?uri=true"}
 
 
 @contextlib.contextmanager
 def creating(path: Path) -> Iterator[None]:
-    """The body starts a server, while no other does on this file: each makes, or updates, the tables as it starts."""
+    """The body starts a server, while no other does on this file: each makes, or
+    updates, the tables as it starts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -24,7 +24,8 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday"}`.
-        version: The weight version: 0 is what RL starts from, k what iteration k - 1 made, -1 the model before SFT; none is the newest.
+        version: The weight version: 0 is what RL starts from, k what iteration k - 1 made, -1 the
+            model before SFT; none is the newest.
         config: The config of the run; its name says which one.
     """
     config = change_config(config, changes) if changes else config
@@ -42,7 +43,8 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
 
 
 def version_to_evaluate(run: Run, version: int | None) -> int:
-    """The version that is asked for, or the newest one; UserError when it is not committed, or there is nothing to evaluate it on."""
+    """The version that is asked for, or the newest one; UserError when it is not committed, or
+    there is nothing to evaluate it on."""
     if not run.config.sets("evaluation"):
         raise UserError(f"run {run.name} has no data set of use = 'evaluation': there is nothing to evaluate it on")
     return committed_version(run, version)

@@ -1,6 +1,9 @@
-"""Events of a run on the Prefect server, on which automations can fire (docs/nights.md). What the server does not take costs the run nothing.
+"""Events of a run on the Prefect server, on which automations can fire (docs/nights.md).
 
-They come after what they tell of is committed, once at most: a process that dies in between has told nobody, and the next start does not.
+What the server does not take costs the run nothing.
+
+They come after what they tell of is committed, once at most: a process that dies in between has
+told nobody, and the next start does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Prefect's API when it is away for a while: whatever it answers or does not, of what passes by itself, is taken as its refused connections are.
+"""Prefect's API when it is away for a while: whatever it answers or does not, of what passes by
+itself, is taken as its refused connections are.
 
-Prefect's client tries a call five times, in about a minute, and one that was answered with 500 or 504 not at all. Here a call is tried again for
-WORK_S once the server has answered this process, for seconds before that, and where the answer is only to be looked at (`hurrying`).
+Prefect's client tries a call five times, in about a minute, and one that was answered with 500 or
+504 not at all. Here a call is tried again for WORK_S once the server has answered this process, for
+seconds before that, and where the answer is only to be looked at (`hurrying`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 WORK_S = 300.0
 RETRY_AFTER_MAX_S = 30.0
-BESIDE = "APILogWorkerThread"  # sends what was logged, while nobody waits for it: Prefect's own tries will do
+# sends what was logged, while nobody waits for it: Prefect's own tries will do
+BESIDE = "APILogWorkerThread"
 send_async, send_sync = PrefectHttpxAsyncClient._send_with_retry, PrefectHttpxSyncClient._send_with_retry
 _answered = threading.Event()
 Outcome = httpx.Response | httpx.TransportError

@@ -1,6 +1,10 @@
-"""SFT, then RL: the parent flow. Where the config says so, a person approves what comes next; nothing is held while a run waits for it.
+"""SFT, then RL: the parent flow.
 
-An approval is a fact of the run, kept in the store: a retry, and another flow run of the same name, does not ask again.
+Where the config says so, a person approves what comes next; nothing is
+held while a run waits for it.
+
+An approval is a fact of the run, kept in the store: a retry, and another flow run of the
+same name, does not ask again.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ APPROVAL_TIMEOUT_S = 30 * 24 * 3600
 
 
 class ApprovalNeeded(RunWaits):
-    """The run does not go on past a gate before a person says so. `lines`: the evaluation that they may look at."""
+    """The run does not go on past a gate before a person says so.
+
+    `lines`: the evaluation that they may look at.
+    """
 
     def __init__(self, run: Run, gate: Gate, lines: list[str]) -> None:
         super().__init__(f"approval.{gate}")
@@ -41,14 +48,18 @@ class ApprovalNeeded(RunWaits):
 
 @flow(name="post-train", flow_run_name=run_name("post-train"), persist_result=False)
 async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> RunReport:
-    """Takes a model through SFT and RL. The same run name continues; a committed stage is never done twice.
+    """Takes a model through SFT and RL. The same run name continues; a
+    committed stage is never done twice.
 
-    A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`. One that trained nothing is not registered, and
-    ends in a state `NothingTrained`.
+    A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
+    One that trained nothing is not registered, and ends in a state `NothingTrained`.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
-        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
+        changes: Only what differs from the config below, for example
+            `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With
+            `"preset": "smollm2"` among them that preset is taken instead of the config.
+        config: The whole config. The same `run` continues; an empty one makes a run of its own,
+            named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)
     while True:
@@ -81,7 +92,8 @@ async def _phases(config: PipelineConfig) -> RunReport:
 
 
 async def _require_approval(session: Session, gate: Gate) -> None:
-    """ApprovalNeeded when the config wants an approval here and none is in the store, once there is an evaluation to look at."""
+    """ApprovalNeeded when the config wants an approval here and none is in the store, once there is
+    an evaluation to look at."""
     run, config = session.run, session.config
     if not await asyncio.to_thread(is_awaited, run, gate):
         return
@@ -93,9 +105,12 @@ async def _require_approval(session: Session, gate: Gate) -> None:
 
 
 async def _wait_for_approval(needed: ApprovalNeeded) -> None:
-    """Returns once somebody has pressed Resume, and keeps that in the store. Called when the run is not held.
+    """Returns once somebody has pressed Resume, and keeps that in the store.
 
-    A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the command line it is paused.
+    Called when the run is not held.
+
+    A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the
+    command line it is paused.
     """
     gate = needed.gate
     if of_deployment():

@@ -1,8 +1,10 @@
-"""Prefect's server, whose transactions on SQLite wait for one another: `python -m flows.prefect_server [OPTIONS of prefect server start]`.
+"""Prefect's server, whose transactions on SQLite wait for one another:
+`python -m flows.prefect_server [OPTIONS of prefect server start]`.
 
-Prefect 3.8 begins most transactions as a reader's. SQLite fails one that writes when another has written since it began, without the minute of
-waiting that Prefect asks it for: the caller is answered 503 and comes again after 2 s. Begun as a writer's, a transaction waits for the one
-before it. Postgres, which a team takes, does not know the difference.
+Prefect 3.8 begins most transactions as a reader's. SQLite fails one that writes when another has
+written since it began, without the minute of waiting that Prefect asks it for: the caller is
+answered 503 and comes again after 2 s. Begun as a writer's, a transaction waits for the one before
+it. Postgres, which a team takes, does not know the difference.
 """
 
 from __future__ import annotations

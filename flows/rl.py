@@ -23,11 +23,15 @@ ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.ov
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
 async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
-    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns the final policy's reference.
+    """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns
+    the final policy's reference.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
-        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
+        changes: Only what differs from the config below, for example
+            `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With
+            `"preset": "smollm2"` among them that preset is taken instead of the config.
+        config: The whole config. The same `run` continues; an empty one makes a run of its own,
+            named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)
     async with open_session(config) as session:

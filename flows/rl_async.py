@@ -1,7 +1,9 @@
-"""An RL iteration one step off policy: while the trainer makes the next weight version, the engines sample with the one it starts from.
+"""An RL iteration one step off policy: while the trainer makes the next weight version, the engines
+sample with the one it starts from.
 
-Iteration k trains version k + 1 of what version k - 1 sampled (iteration 0 of what version 0 did), and beside that samples iteration
-k + 1 with version k. The stages, and what they commit, are those of flows/rl_iteration.py.
+Iteration k trains version k + 1 of what version k - 1 sampled (iteration 0 of what version 0 did),
+and beside that samples iteration k + 1 with version k. The stages, and what they commit, are those
+of flows/rl_iteration.py.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from rlpipe.stages.session import Session
 
 @flow(name="rl-iteration-async", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
 async def rl_async_iteration(config: PipelineConfig, iteration: int) -> IterationRecord:
-    """Weight version k becomes k + 1, and samples what version k + 1 is trained on. Returns the record of the commit.
+    """Weight version k becomes k + 1, and samples what version k + 1 is trained on.
+    Returns the record of the commit.
 
-    When training or sampling fails, the other comes to its end first. Trained, the iteration is committed all the same.
+    When training or sampling fails, the other comes to its end first. Trained, the iteration is
+    committed all the same.
     """
     async with open_session(config) as session:
         session.clock.begin(iteration)
-        sampled = await take_batch(session, iteration)  # sampled by the iteration before, but for the first
+        # sampled by the iteration before, but for the first
+        sampled = await take_batch(session, iteration)
         trained, ahead = await asyncio.gather(
             train_batch(session, iteration, sampled), sample_ahead(session, iteration, sampled), return_exceptions=True
         )
@@ -38,6 +43,9 @@ async def rl_async_iteration(config: PipelineConfig, iteration: int) -> Iteratio
 
 
 async def sample_ahead(session: Session, iteration: int, sampled: Sampled) -> None:
-    """Commits the batch of the iteration after this one. There is none after the last, and a redone one needs no engine."""
+    """Commits the batch of the iteration after this one.
+
+    There is none after the last, and a redone one needs no engine.
+    """
     if iteration + 1 < session.config.rl.num_iterations and not session.run.redoes(iteration):
         await sample_batch(session, iteration + 1, sampled.before_next)

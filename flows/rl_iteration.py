@@ -1,4 +1,7 @@
-"""One RL iteration as a flow run of its own. Every step answers from the store when it was done before."""
+"""One RL iteration as a flow run of its own.
+
+Every step answers from the store when it was done before.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,11 @@ class Trained(NamedTuple):
 
 @flow(name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
 async def rl_iteration(config: PipelineConfig, iteration: int) -> IterationRecord:
-    """Weight version k samples, is rewarded, and becomes version k + 1. Returns the record of the commit.
+    """Weight version k samples, is rewarded, and becomes version k + 1.
+    Returns the record of the commit.
 
-    A run that is fed from `rl.rollouts_from`, and an iteration that is redone, take stored rollouts instead, and need no engine for them.
+    A run that is fed from `rl.rollouts_from`, and an iteration that is redone, take stored rollouts
+    instead, and need no engine for them.
     """
     async with open_session(config) as session:
         session.clock.begin(iteration)
@@ -66,7 +71,8 @@ async def take_batch(session: Session, iteration: int) -> Sampled:
 
 
 async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sampled:
-    """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the filters.
+    """Dynamic sampling: rounds of prompts, rollouts and scores until
+    enough groups survive the filters.
 
     The first round takes up what the iteration before had to cut short.
     """
@@ -109,7 +115,8 @@ async def sample_shards(
 ) -> list[ArtifactRef]:
     """The rollouts of one sampling round, a reference a shard.
 
-    A shard that fails lets the others come to their end: what they commit is kept, and nothing samples any more.
+    A shard that fails lets the others come to their end: what they commit is
+    kept, and nothing samples any more.
     """
     sampling = [
         stages.generate(
@@ -140,7 +147,10 @@ async def import_batch(session: Session, iteration: int) -> Sampled:
 
 
 async def redo_batch(session: Session, iteration: int) -> Sampled:
-    """All sampling rounds that the parent stored, filtered together: none more can be had. Stages before the redone one are the parent's."""
+    """All sampling rounds that the parent stored, filtered together: none more can be had.
+
+    Stages before the redone one are the parent's.
+    """
     rounds = await asyncio.to_thread(rounds_to_redo, session.run, iteration)
     scores = [
         await stages.score(

@@ -1,4 +1,5 @@
-"""The services of a run as flow runs: the engines of a node, and a node of the trainer gang, for as long as the run needs them."""
+"""The services of a run as flow runs: the engines of a node, and a node of the trainer gang, for as
+long as the run needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from rlpipe.trainer.process import GangService
 async def serve_engines(
     store: str, run: str, node: int = 0, engines: EnginesConfig | None = None, idle_timeout_s: float = 900
 ) -> str:
-    """Samples for the run, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
+    """Samples for the run, until the run dismisses it or has asked for nothing for
+    `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
     config = await config_of(RunWatch(opened, run, idle_timeout_s), engines=engines)
     return await serve(
@@ -30,7 +32,8 @@ async def serve_engines(
 async def serve_trainer(
     store: str, run: str, node: int = 0, trainer: TrainerConfig | None = None, idle_timeout_s: float = 900
 ) -> str:
-    """Trains what the run asks for, until the run dismisses it or has asked for nothing for `idle_timeout_s`. Says why it ended."""
+    """Trains what the run asks for, until the run dismisses it or has asked for nothing for
+    `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
     config = await config_of(RunWatch(opened, run, idle_timeout_s), trainer=trainer)
     return await serve(GangService(opened, config, node, own_address()), past(idle_timeout_s), asyncio.Event())

@@ -26,7 +26,8 @@ AGAIN = "Start the run again with the same command: it goes on after the newest 
 SERVER = [sys.executable, "-m", "flows.prefect_server"]
 Result = TypeVar("Result")
 
-# finished tasks' events are written in batches: an iteration of one subflow and 7 tasks took 2.1-2.8 s without, 0.25-0.35 s with them
+# finished tasks' events are written in batches: an iteration of one subflow and 7 tasks took
+# 2.1-2.8 s without, 0.25-0.35 s with them
 DEFAULTS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "1000",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
@@ -44,7 +45,8 @@ DEFAULTS = {
 
 
 def set_defaults() -> None:
-    """Sets what a laptop run wants of Prefect, before Prefect is imported; the user's own environment wins."""
+    """Sets what a laptop run wants of Prefect, before Prefect is imported;
+    the user's own environment wins."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
@@ -61,7 +63,8 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
 
     from flows.outage import PrefectAway
 
-    engine._prefect_sigterm_handler = bounding  # pyright: ignore[reportPrivateUsage]  # else it raises wherever the main thread is
+    # else it raises wherever the main thread is
+    engine._prefect_sigterm_handler = bounding  # pyright: ignore[reportPrivateUsage]
 
     try:
         return run_unless_stopped(flow)
@@ -79,9 +82,11 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
 
 @contextlib.contextmanager
 def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
-    """The URL of the API to use: the user's server when one is configured, else one of our own, on a free port, gone with its parent.
+    """The URL of the API to use: the user's server when one is configured, else one of our own, on
+    a free port, gone with its parent.
 
-    `database`: the file that one of our own keeps its rows in; None: where the user's settings of Prefect say.
+    `database`: the file that one of our own keeps its rows in; None: where the
+    user's settings of Prefect say.
     """
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -123,10 +128,11 @@ def _wait_ready(service: Service, database: Path | None) -> None:
 
 
 async def apply_automations(notify: str) -> list[str]:
-    """Creates or updates the automations of `automations.yaml` on the server; one line each of what was done. Again doubles nothing.
+    """Creates or updates the automations of `automations.yaml` on the server; one line each of what
+    was done. Again doubles nothing.
 
-    `notify`: the notification block as TYPE/NAME (for example slack-webhook/team); empty leaves out what needs one. UserError
-    when there is no server, or no such block.
+    `notify`: the notification block as TYPE/NAME (for example slack-webhook/team); empty leaves out
+    what needs one. UserError when there is no server, or no such block.
     """
     from prefect.client.orchestration import get_client
     from prefect.events.schemas.automations import AutomationCore

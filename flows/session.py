@@ -1,5 +1,6 @@
-"""The session of a run, with what Prefect does for it: a name for the flow run, services as runs of deployments, and waiting for
-another flow run that works on the same run. What fails in it says what to do."""
+"""The session of a run, with what Prefect does for it: a name for the flow run,
+services as runs of deployments, and waiting for another flow run that works on the same
+run. What fails in it says what to do."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ from rlpipe.store.run import OtherSettings, Run, open_existing
 from rlpipe.store.run_record import record_start
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
 
-WAIT_MAX_S = 7 * 24 * 3600.0  # longer than a run may take: a schedule that is always late shows as waiting flow runs
+# longer than a run may take: a schedule that is always late shows as waiting flow runs
+WAIT_MAX_S = 7 * 24 * 3600.0
 POLL_S = 5.0
 SLUG_CHARS_MAX = 40  # of a schedule's slug in a run's name, which has 80 at most
 AGAIN = "then start the run again (in the UI: Retry): it goes on after the newest committed stage"
@@ -77,10 +79,12 @@ def run_name(flow: str) -> Callable[[], str]:
 
 
 def own_name() -> str:
-    """The run name of a flow run that was given none: its schedule's slug (`scheduled` without one, `run` without a schedule), when it was to start (UTC), the end of its id.
+    """The run name of a flow run that was given none: its schedule's slug (`scheduled` without one,
+    `run` without a schedule), when it was to start (UTC), the end of its id.
 
-    Example: nightly-2026-11-22-0200-3fa2c1. All of it stays the same on Retry. Not the beginning of the id: ids of scheduled flow runs
-    are made in batches and begin with the time, so they begin alike night after night.
+    Example: nightly-2026-11-22-0200-3fa2c1. All of it stays the same on Retry. Not the beginning of
+    the id: ids of scheduled flow runs are made in batches and begin with the time, so they begin
+    alike night after night.
     """
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called outside of a flow run"
@@ -113,13 +117,15 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
 
 
 def _step_aside(held: RunHeld | TakenOver) -> None:
-    """Ends a second process of this flow run: Prefect leaves the state to the one that holds the run."""
+    """Ends a second process of this flow run: Prefect leaves the state
+    to the one that holds the run."""
     if held.flow_run == str(flow_run.id):
         raise Abort(f"another process works on this flow run: {held}") from held
 
 
 def _checked(config: PipelineConfig) -> None:
-    """`preflight`, announced: services that wait for the run do so for as long as it takes, and until the run is held."""
+    """`preflight`, announced: services that wait for the run do so for as long as it takes, and
+    until the run is held."""
     store, root = open_store(config.store), f"runs/{config.run}"
     announce(store, root)
     with contextlib.ExitStack() as undo:
@@ -130,15 +136,18 @@ def _checked(config: PipelineConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
-    """The session of a run, opened by the outermost flow, shared by those inside it. What fails in it says what to do.
+    """The session of a run, opened by the outermost flow, shared by those inside it.
+    What fails in it says what to do.
 
-    A deployment's flow run waits, in a state `Waiting`, while another flow run holds the run; RunHeld after a week, and at once for
-    a flow run without a deployment: its user is there to read it. A second process of one flow run (it was taken for dead, and started
-    again) ends at once, and leaves the state of the flow run to the first.
+    A deployment's flow run waits, in a state `Waiting`, while another flow run holds the run;
+    RunHeld after a week, and at once for a flow run without a deployment: its user is there to read
+    it. A second process of one flow run (it was taken for dead, and started again) ends at once,
+    and leaves the state of the flow run to the first.
     """
     async with _advised(config), contextlib.AsyncExitStack() as stack:
         stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # where the run cannot be held
-        stack.enter_context(tags(await _tagged(config)))  # of the flow runs inside it, and of their tasks
+        # of the flow runs inside it, and of their tasks
+        stack.enter_context(tags(await _tagged(config)))
         yield await _enter(stack, config)
 
 
@@ -157,7 +166,8 @@ async def _advised(config: PipelineConfig) -> AsyncIterator[None]:
 
 
 def with_advice(error: Exception, config: PipelineConfig) -> Exception:
-    """The error with what to do about it in its message; itself where there is nothing to add, or it was added already."""
+    """The error with what to do about it in its message; itself where there is nothing
+    to add, or it was added already."""
     kind = next((kind for kind in ADVICE if isinstance(error, kind)), None)
     if kind is None or not ADVICE[kind] or ADVICE[kind] in str(error):
         return error
@@ -173,7 +183,8 @@ def _other_settings(config: PipelineConfig) -> str:
 
 
 async def _tagged(config: PipelineConfig) -> str:
-    """Gives this flow run the tag of its pipeline run, by which the UI finds all flow runs of it; the tag."""
+    """Gives this flow run the tag of its pipeline run, by which the UI
+    finds all flow runs of it; the tag."""
     tag = f"run:{config.run}"
     if tag not in flow_run.tags:
         with only_shown():
@@ -183,7 +194,8 @@ async def _tagged(config: PipelineConfig) -> str:
 
 
 async def prepare(session: stages.Session) -> StageResult:
-    """Keeps how the run was started; commits tokenizer, base model and reference when they are not; returns the tokenizer."""
+    """Keeps how the run was started; commits tokenizer, base model and reference when they are not;
+    returns the tokenizer."""
     await asyncio.to_thread(_keep_start, session.run)
     tokenizer = await prepare_tokenizer(session)
     base = await prepare_model(session, tokenizer=tokenizer.ref)
@@ -200,7 +212,10 @@ def _keep_start(run: Run) -> None:
 
 
 async def begin_rl(session: stages.Session) -> int:
-    """Prepares the phase; the first iteration that is to do. UserError when the SFT before it is not complete."""
+    """Prepares the phase; the first iteration that is to do.
+
+    UserError when the SFT before it is not complete.
+    """
     run = session.run
     session.tracker.begin("rl")
     if not await asyncio.to_thread(lambda: run.sft_complete):
@@ -218,7 +233,8 @@ async def begin_rl(session: stages.Session) -> int:
 
 
 async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:
-    """The reason not to go on with a phase after so many segments or iterations; empty: go on, or there is nothing left to do."""
+    """The reason not to go on with a phase after so many segments or iterations; empty: go on, or
+    there is nothing left to do."""
     return await asyncio.to_thread(reason_to_stop, session.run, phase, num_committed)
 
 
@@ -247,4 +263,8 @@ async def _show(name: str, message: str) -> None:
     get_run_logger().info("%s: %s", name, message)
     with only_shown():
         async with get_client() as client:
-            await client.set_flow_run_state(flow_run.id, Running(name=name, message=message), force=True)  # pyright: ignore[reportArgumentType]
+            await client.set_flow_run_state(
+                flow_run.id,
+                Running(name=name, message=message),  # pyright: ignore[reportArgumentType]
+                force=True,
+            )

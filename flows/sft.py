@@ -20,11 +20,15 @@ from tasks.stages import evaluate, prepare_sft_data, select_segment, train_segme
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
 async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
-    """The SFT phase of a run; starts it, or goes on after its newest committed segment. Returns the policy's reference.
+    """The SFT phase of a run; starts it, or goes on after its newest committed segment.
+    Returns the policy's reference.
 
     Args:
-        changes: Only what differs from the config below, for example `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With `"preset": "smollm2"` among them that preset is taken instead of the config.
-        config: The whole config. The same `run` continues; an empty one makes a run of its own, named by schedule and time (the Run Name above is replaced).
+        changes: Only what differs from the config below, for example
+            `{"run": "monday", "rl.num_iterations": 30, "data.words.rows_max": 500}`. With
+            `"preset": "smollm2"` among them that preset is taken instead of the config.
+        config: The whole config. The same `run` continues; an empty one makes a run of its own,
+            named by schedule and time (the Run Name above is replaced).
     """
     config = await requested(config, changes)
     async with open_session(config) as session:
@@ -81,7 +85,8 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
 
 
 async def evaluate_sft(session: Session) -> None:
-    """Evaluates the base model and what SFT made of it, where no RL comes that evaluates what it starts from."""
+    """Evaluates the base model and what SFT made of it, where no RL comes that
+    evaluates what it starts from."""
     run, config = session.run, session.config
     if (
         config.rl.num_iterations

@@ -24,8 +24,9 @@ class Terminated(KeyboardInterrupt):
 
 
 def bound_end(number: int) -> None:
-    """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut short a thread that waits for an answer.
-    Nothing is lost by that, as by no kill; its children end with it, and the next start sees that it is gone. Again changes nothing.
+    """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut
+    short a thread that waits for an answer. Nothing is lost by that, as by no kill; its children
+    end with it, and the next start sees that it is gone. Again changes nothing.
     """
     if _bound.is_set():
         return
@@ -46,8 +47,9 @@ def bound_end(number: int) -> None:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM in the body is Terminated, SIGINT KeyboardInterrupt, and a second one is not heard. Without a handler SIGTERM would end the
-    process without a word, and without giving back the run."""
+    """SIGTERM in the body is Terminated, SIGINT KeyboardInterrupt, and a second one
+    is not heard. Without a handler SIGTERM would end the process without a word,
+    and without giving back the run."""
     before = _handlers()
 
     def stop(number: int, _frame: object) -> NoReturn:
@@ -99,7 +101,8 @@ def _said(number: int) -> KeyboardInterrupt:
 
 
 def bounding(number: int, _frame: object) -> None:
-    """Python's handler of a signal that the event loop hears: should the loop hear nothing any more, the process ends all the same."""
+    """Python's handler of a signal that the event loop hears: should the loop hear nothing any
+    more, the process ends all the same."""
     bound_end(number)
 
 

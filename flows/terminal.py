@@ -18,7 +18,8 @@ from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.values import Metrics
 
 LOG_NAME = "flows.log"
-# Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run` says it once, with the advice
+# Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run`
+# says it once, with the advice
 SAID_AT_THE_END = ("Encountered exception during execution", "Finished in state", "Crash detected!")
 
 
@@ -34,7 +35,8 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def log_to(folder: Path) -> None:
-    """Sends what is logged from now on to the terminal, without tracebacks, and with them to `flows.log` in the folder."""
+    """Sends what is logged from now on to the terminal, without tracebacks, and with them to
+    `flows.log` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     terminal, file = logging.StreamHandler(sys.stderr), logging.FileHandler(folder / LOG_NAME, delay=True)
     terminal.setFormatter(OneLine())
@@ -51,7 +53,8 @@ def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
 
 
 def say(line: str) -> None:
-    """A line above the bars, and in the log of the flow run; a worker's terminal has it from the log."""
+    """A line above the bars, and in the log of the flow run; a
+    worker's terminal has it from the log."""
     if not of_deployment():
         echo_above(line)
     get_run_logger().info(line)

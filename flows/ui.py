@@ -64,7 +64,8 @@ prefect.states.format_exception = printable_exception
 
 @contextlib.contextmanager
 def only_shown() -> Iterator[None]:
-    """The body tells the Prefect server something to look at. What the server does not take within seconds costs a warning."""
+    """The body tells the Prefect server something to look at. What the server does not take within
+    seconds costs a warning."""
     try:
         with hurrying():
             yield
@@ -73,7 +74,8 @@ def only_shown() -> Iterator[None]:
 
 
 async def publish_iteration(session: Session, record: IterationRecord) -> None:
-    """Artifacts of the iteration's flow run: the reward so far and all metrics, and some of its rollouts."""
+    """Artifacts of the iteration's flow run: the reward so far and all
+    metrics, and some of its rollouts."""
     name, title = f"{_key(session)}-{record.iteration:05d}", f"# {session.run.name}, iteration {record.iteration}"
     metrics = [f"| {metric} | {value:.6g} |" for metric, value in sorted(record.metrics.items())]
     line = _preformatted([iteration_line(record)])
@@ -87,7 +89,8 @@ async def publish_iteration(session: Session, record: IterationRecord) -> None:
 
 
 async def _link(key: str, address: str) -> None:
-    """An artifact that leads to all groups and rollouts of the iteration, where the config says at which address they are shown."""
+    """An artifact that leads to all groups and rollouts of the iteration, where the config says at
+    which address they are shown."""
     if address:
         with only_shown():
             await acreate_link_artifact(
@@ -125,7 +128,8 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
 
 
 async def _show(key: str, markdown: list[str], description: str, before: UUID | None = None) -> UUID | None:
-    """The id of an artifact of the flow run: `before`, drawn again, or a new one; None where the server did not take it."""
+    """The id of an artifact of the flow run: `before`, drawn again, or a new one; None where the
+    server did not take it."""
     text = printable("\n".join(markdown))
     with only_shown():
         if before is None:
@@ -141,9 +145,11 @@ def _curve(record: IterationRecord) -> str:
 
 
 def _rollout_tables(session: Session, record: IterationRecord) -> list[str]:
-    """Groups from all over the batch, each with its prompt, its reference answer and a table of its rollouts.
+    """Groups from all over the batch, each with its prompt, its reference
+    answer and a table of its rollouts.
 
-    It is markdown: of the two UIs of Prefect one reads the cells of a table artifact as markdown and hides tags, one does not.
+    It is markdown: of the two UIs of Prefect one reads the cells of a table artifact as markdown
+    and hides tags, one does not.
     """
     groups = trained_groups(session.run, record)
     count = max(1, ROLLOUTS_SHOWN // len(groups[0].rollouts)) if groups else 1
@@ -166,7 +172,8 @@ def _group_table(group: TrainedGroup) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Markdown that shows a text as it is, tags and stars included, on one line; of a long one the beginning and the end."""
+    """Markdown that shows a text as it is, tags and stars included, on one line; of a long one the
+    beginning and the end."""
     if len(text) > TEXT_MAX:
         text = f"{text[: TEXT_MAX // 2]} ... {text[-TEXT_MAX // 2 :]}"
     return PUNCTUATION.sub(r"\\\g<0>", text.translate(CONTROL))
@@ -187,7 +194,8 @@ class RunReport(TypedDict, total=False):
 
 
 async def publish_report(session: Session, total: int) -> RunReport:
-    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns where everything is.
+    """Draws the curves of `total` committed iterations, tracks and registers their
+    policy; returns where everything is.
 
     A policy that RL has not changed is not registered.
     """
@@ -228,7 +236,8 @@ def untrained_so_far(run: Run, total: int) -> Untrained:
 
 
 async def publish_evaluation(session: Session, before: str) -> list[str]:
-    """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a person who is asked before something."""
+    """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a
+    person who is asked before something."""
     run, done = session.run, session.num_committed("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
     lines = (

@@ -1,8 +1,9 @@
-"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a warning: what it does is in the store.
+"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a
+warning: what it does is in the store.
 
-Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal where it begins a flow run inside
-of it. Here the state is taken as set, and the inner flow run begins without the outer one. Deleting a flow run so does not stop it;
-cancelling it does.
+Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal
+where it begins a flow run inside of it. Here the state is taken as set, and the inner flow run
+begins without the outer one. Deleting a flow run so does not stop it; cancelling it does.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ async def begin_inside(
     dynamic_key: str,
     **fields: Unpack[TaskRunFields],
 ) -> TaskRun:
-    """The task run by which a flow run belongs to the one around it; to none where the row of that one is gone."""
+    """The task run by which a flow run belongs to the one around it; to none
+    where the row of that one is gone."""
 
     async def begin(inside: UUID | None) -> TaskRun:
         return await create_task_run(

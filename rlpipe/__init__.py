@@ -17,7 +17,8 @@ def _printable_record(*args: Any, **named: Any) -> logging.LogRecord:
     text may be shown, wherever it goes.
     """
     record = _record(*args, **named)
-    with contextlib.suppress(Exception):  # arguments that do not fit: whoever writes the record says so
+    # arguments that do not fit: whoever writes the record says so
+    with contextlib.suppress(Exception):
         said = record.getMessage()
         if printable(said) != said:
             record.msg, record.args = printable(said), ()

@@ -1,4 +1,5 @@
-"""What a training rank takes of its GPU, by model and number of ranks, as `rlpipe plan` counts it: the table in docs/gpu.md.
+"""What a training rank takes of its GPU, by model and number of ranks, as `rlpipe plan` counts it:
+the table in docs/gpu.md.
 
 `.venv/bin/python scripts/fits_table.py` prints it; `--write` puts it into the page.
 """
@@ -64,7 +65,8 @@ def config_of(offload: str, **gang: Any) -> PipelineConfig:
 
 
 def cells(sizes: ModelSizes) -> list[str]:
-    """Of each gang what a rank takes without and with `trainer.offload`, GiB, and what 8 ranks then have on their host."""
+    """Of each gang what a rank takes without and with `trainer.offload`, GiB, and what 8
+    ranks then have on their host."""
 
     def of(gang: dict[str, Any]) -> str:
         return " / ".join(

@@ -1,8 +1,11 @@
-"""Makes tests/golden/settings.json: the settings of every stage, hashed, as the code of a checkout gives them for its rows of presets and changes.
+"""Makes tests/golden/settings.json: the settings of every stage, hashed, as the code of a checkout
+gives them for its rows of presets and changes.
 
-usage: PYTHONPATH=CHECKOUT .venv/bin/python scripts/golden.py FILE    (CHECKOUT: `git worktree add --detach /tmp/old 50331dc`)
+usage: PYTHONPATH=CHECKOUT .venv/bin/python scripts/golden.py FILE
+    (CHECKOUT: `git worktree add --detach /tmp/old 50331dc`)
 
-The rows are the keys of FILE, which is written again. It imports the checkout's own tests/declared.py, which knows its stages.
+The rows are the keys of FILE, which is written again. It imports the checkout's own
+tests/declared.py, which knows its stages.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ THEN = [
     "evaluation.pass_threshold=1.0",
 ]  # as in tests/test_golden.py, but for fields that are newer
 STAGES = [
-    *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")), ("data", "data"), ("data", "selection"),
+    *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")),
+    ("data", "data"), ("data", "selection"),
     *(("sft", stage) for stage in ("policy", "state", "evaluation")), *(("rl", stage) for stage in RL_KINDS),
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""`rlpipe` as processes in a folder of their own, on a machine where it is not installed but found on the path."""
+"""`rlpipe` as processes in a folder of their own, on a machine where it is not
+installed but found on the path."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Commands:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """`rlpipe ARGUMENTS` in a process group of its own."""
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PREFECT_HOME": str(self.folder / "prefect")
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+            "PREFECT_HOME": str(self.folder / "prefect")
         }  # fmt: skip
         with (self.folder / "output.log").open("ab") as log:
             return subprocess.Popen(
@@ -59,7 +61,8 @@ class Commands:
         return time.monotonic() - began
 
     def until_committed(self, flow: subprocess.Popen[bytes], key: str) -> None:
-        """Returns when the store has the key; SystemExit when the flow ends, or the time is up, first."""
+        """Returns when the store has the key; SystemExit when the flow
+        ends, or the time is up, first."""
         store, deadline = open_store(self.store), time.monotonic() + DEADLINE_S
         while not store.exists(key):
             if flow.poll() is not None or time.monotonic() > deadline:
@@ -73,7 +76,8 @@ class Commands:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and to all that it started, whatever their sessions, as a machine that loses its power."""
+    """SIGKILL to a process and to all that it started, whatever their sessions, as
+    a machine that loses its power."""
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)

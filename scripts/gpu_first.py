@@ -1,7 +1,8 @@
-"""The first ten minutes on a machine with a GPU: what is right, what fits and how fast, without a download and without SGLang.
+"""The first ten minutes on a machine with a GPU: what is right, what fits and how fast, without a
+download and without SGLang.
 
-Every part (scripts/gpu_parts.py) is a process with its own time limit, and one that fails does not stop the others. Models are new ones, of
-their configs alone. See docs/gpu.md.
+Every part (scripts/gpu_parts.py) is a process with its own time limit, and one that fails does not
+stop the others. Models are new ones, of their configs alone. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from scripts.gpu_commands import ROOT, kill
 
 # in the order in which they run: what the ones before show makes sense of the ones behind
 PARTS = {
-    "kernels": 180, "lora": 120, "offload": 180, "qwen3-0.6b": 180, "qwen3-1.7b": 180, "qwen3-4b": 300, "run": 300, "killed": 300, "apart": 300,
+    "kernels": 180, "lora": 120, "offload": 180, "qwen3-0.6b": 180, "qwen3-1.7b": 180, "qwen3-4b": 300,
+    "run": 300, "killed": 300, "apart": 300,
 }  # fmt: skip
 NOT_ON_CPU = ("qwen3-1.7b", "qwen3-4b")  # small shapes are one shape
 
@@ -43,7 +45,10 @@ class Outcome:
 
 
 def first(parts: list[str], device: str, folder: Path) -> int:
-    """Runs the parts one after the other and prints the table; 1 when one of them failed. `device`: gpu or cpu."""
+    """Runs the parts one after the other and prints the table; 1 when one of them failed.
+
+    `device`: gpu or cpu.
+    """
     outcomes: list[Outcome] = []
     for part in (part for part in parts if device == "gpu" or part not in NOT_ON_CPU):
         outcomes.append(run_part(part, device, folder))
@@ -54,7 +59,8 @@ def first(parts: list[str], device: str, folder: Path) -> int:
 
 
 def run_part(part: str, device: str, folder: Path) -> Outcome:
-    """Runs a part in a process of its own, which is killed with all that it started when its time is up."""
+    """Runs a part in a process of its own, which is killed with all that
+    it started when its time is up."""
     result, log = folder / f"{part}.json", folder / f"{part}.log"
     command = [sys.executable, "-m", "scripts.gpu_parts", part, device, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}

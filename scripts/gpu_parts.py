@@ -1,4 +1,5 @@
-"""A part of the first ten minutes on a GPU: `python -m scripts.gpu_parts PART gpu|cpu FOLDER` writes FOLDER/PART.json."""
+"""A part of the first ten minutes on a GPU: `python -m scripts.gpu_parts PART gpu|cpu FOLDER`
+writes FOLDER/PART.json."""
 
 from __future__ import annotations
 
@@ -43,14 +44,18 @@ LENGTHS = {"gpu": (2048, 8192), "cpu": (64, 128)}
 PROMPT_SHARE = 8  # an eighth of a sequence is prompt
 TURNS = 3
 # of the kernels' part: groups of heads, several blocks of attention
-KERNEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+KERNEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+                "num_attention_heads": 8, "num_key_value_heads": 2,
                 "head_dim": 128, "max_position_embeddings": 4096}  # fmt: skip
 KERNEL_ROWS = (6, 4, 900)  # groups, rollouts of each, the longest
 WORDS, ITERATIONS = 400, 3
 KILLED_AFTER = "rl/00001/iteration.json"
 # Qwen3-0.6B's width, eight layers of it, with a vocabulary of letters; on a CPU a smaller one
 RUN_SHAPE = {
-    "gpu": 'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 8\nnum_heads = 16\nnum_kv_heads = 8',
+    "gpu": (
+        'dtype = "bfloat16"\nhidden_size = 1024\nintermediate_size = 3072\nnum_layers = 8\n'
+        "num_heads = 16\nnum_kv_heads = 8"
+    ),
     "cpu": "hidden_size = 64\nintermediate_size = 128\nnum_layers = 2\nnum_heads = 4\nnum_kv_heads = 2",
 }
 RUN = """
@@ -130,7 +135,8 @@ class Where:
 
 
 def kernels(where: Where) -> Figures:
-    """Attention of rows beside the model's own, forward and backward, and a job done twice to the same bits, in both number types."""
+    """Attention of rows beside the model's own, forward and backward, and a job done twice to the
+    same bits, in both number types."""
     groups, size, longest = KERNEL_ROWS if where.gpu_ids else (3, 2, 40)
     figures: Figures = {}
     for dtype in ("float32", "bfloat16"):
@@ -197,7 +203,8 @@ def lora(where: Where) -> Figures:
 
 
 def offload(where: Where) -> Figures:
-    """AdamW's moments on the host while passes run: what that saves, what it costs, and that it changes no bit."""
+    """AdamW's moments on the host while passes run: what that saves, what it
+    costs, and that it changes no bit."""
     length, figures, bits = LENGTHS[where.device][0], Figures(), []
     for kept in ("none", "optimizer"):
         trainer = where.trainer(f"offload-{kept}", length, offload=kept)
@@ -214,7 +221,10 @@ def offload(where: Where) -> Figures:
 
 
 def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool = False) -> tuple[str, Figures]:
-    """sha256 of the last policy, and what the run says of itself. `killed`: the flow ends by SIGKILL in the midst, and goes on."""
+    """sha256 of the last policy, and what the run says of itself.
+
+    `killed`: the flow ends by SIGKILL in the midst, and goes on.
+    """
     rlpipe = Commands(where.folder / "runs")
     rlpipe.folder.mkdir(exist_ok=True)
     rows = [{"prompt": f"Spell {word} backward", "answer": word[::-1]} for word in map(_word, range(WORDS))]

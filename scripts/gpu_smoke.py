@@ -1,10 +1,14 @@
-"""The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed, verified, and measured.
+"""The first run on a machine with GPUs: SFT and RL of a small model, killed in the middle, resumed,
+verified, and measured.
 
-usage: .venv/bin/python scripts/gpu_smoke.py --first [PART ...] [--device cpu]        the first ten minutes: scripts/gpu_first.py
-       .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python] [--preset smollm2|tiny] [--device cpu]
+usage: .venv/bin/python scripts/gpu_smoke.py --first [PART ...] [--device cpu]
+           the first ten minutes: scripts/gpu_first.py
+       .venv/bin/python scripts/gpu_smoke.py [--gpus 1 2] [--engines-python VENV/bin/python]
+           [--preset smollm2|tiny] [--device cpu]
 
-On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that this script starts). `--device cpu` does
-the same with so many ranks and engines on this processor. Prints a table to paste. See docs/gpu.md.
+On every number of GPUs, trainer and engines share them (`engines.place = "elsewhere"`, a host that
+this script starts). `--device cpu` does the same with so many ranks and engines on this processor.
+Prints a table to paste. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -25,19 +29,22 @@ from scripts.gpu_first import PARTS, first
 
 ITERATIONS = 4
 SMALL = [
-    "sft.num_steps=8", "sft.segment_steps=4", "sft.decay_steps=8", "sft.warmup_steps=2", f"rl.num_iterations={ITERATIONS}", "rl.num_steps=2",
-    "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=16", "checkpoint.state_every=2", "tracking.uri=",
+    "sft.num_steps=8", "sft.segment_steps=4", "sft.decay_steps=8", "sft.warmup_steps=2",
+    f"rl.num_iterations={ITERATIONS}", "rl.num_steps=2",
+    "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=16", "checkpoint.state_every=2",
+    "tracking.uri=",
     "trainer.threads=1", "engines.threads=1", "engines.place=elsewhere",
 ]  # fmt: skip
 OF_DEVICE = {
     "cpu": ["sft.batch_size=8", "rl.num_prompts=4", "rl.group_size=4", "rl.shard_prompts=4", "trainer.tokens_max=512"],
     "gpu": [
-        "sft.batch_size=64", "rl.num_prompts=64", "rl.group_size=8", "rl.shard_prompts=16", "trainer.tokens_max=16384", "model.dtype=bfloat16",
-        "trainer.activation_checkpointing=true",
+        "sft.batch_size=64", "rl.num_prompts=64", "rl.group_size=8", "rl.shard_prompts=16", "trainer.tokens_max=16384",
+        "model.dtype=bfloat16", "trainer.activation_checkpointing=true",
     ],
 }  # fmt: skip
 COLUMNS = (
-    "GPUs", "mismatch (mean / worst)", "train tokens/s, SFT", "train tokens/s, RL", "rollout tokens/s", "MFU, SFT", "peak memory a rank, GiB",
+    "GPUs", "mismatch (mean / worst)", "train tokens/s, SFT", "train tokens/s, RL", "rollout tokens/s", "MFU, SFT",
+    "peak memory a rank, GiB",
     "killed after", "resumed in s", "verify",
 )  # fmt: skip
 
@@ -144,7 +151,8 @@ def main() -> None:
     counts = asked.gpus or [count for count in (1, 2) if asked.device == "cpu" or count <= max(len(names), 1)]
     if min(counts) < 1 or (asked.device == "gpu" and max(counts) > len(names)):
         print(
-            f"gpu_smoke: --gpus {max(counts)}: this machine has {len(names)} GPUs that torch sees; ask for fewer, or for --device cpu",
+            f"gpu_smoke: --gpus {max(counts)}: this machine has {len(names)} GPUs that torch sees; "
+            "ask for fewer, or for --device cpu",
             file=sys.stderr,
         )
         raise SystemExit(2)
@@ -154,7 +162,8 @@ def main() -> None:
         raise SystemExit(first(asked.first or [*PARTS], asked.device, folder))
     smoke = Smoke(asked.preset, asked.device, asked.engines_python, folder)
     print(
-        f"{names[0] if names else 'CPU'}, preset {smoke.preset}, engines: {'SGLang' if smoke.engines_python else 'local'}; store and logs: {folder}",
+        f"{names[0] if names else 'CPU'}, preset {smoke.preset}, engines: "
+        f"{'SGLang' if smoke.engines_python else 'local'}; store and logs: {folder}",
         flush=True,
     )
     rows = [smoke.row(count) for count in counts]

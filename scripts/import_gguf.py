@@ -1,4 +1,5 @@
-"""A GGUF file (llama.cpp's format) to a model folder in HF format: `.venv/bin/python scripts/import_gguf.py FILE FOLDER`."""
+"""A GGUF file (llama.cpp's format) to a model folder in HF format:
+`.venv/bin/python scripts/import_gguf.py FILE FOLDER`."""
 
 from __future__ import annotations
 
@@ -26,16 +27,19 @@ UNREADABLE = (
     RuntimeError,
     struct.error,
 )  # what transformers raises for torn or unknown files
-# llama.cpp's `tokenizer.ggml.pre` of byte-level BPE, as src/llama-vocab.cpp defines them. transformers 5.23 knows neither kind, and
-# splits both as GPT-2 does; with "smollm" a digit is a word of its own: "\n\n1." is ["\n\n", "1", "."], and not ["\n", "\n", "1", "."]
+# llama.cpp's `tokenizer.ggml.pre` of byte-level BPE, as src/llama-vocab.cpp defines them.
+# transformers 5.23 knows neither kind, and splits both as GPT-2 does; with "smollm" a digit is a
+# word of its own: "\n\n1." is ["\n\n", "1", "."], and not ["\n", "\n", "1", "."]
 GPT2_SPLITS = {"default", "gpt-2", "mpt", "olmo", "jais"}
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 
 
 def import_gguf(file: Path, folder: Path) -> None:
-    """Writes `folder`: float32 safetensors, config, tokenizer and chat template of a GGUF file, whole or not at all.
+    """Writes `folder`: float32 safetensors, config, tokenizer and chat template of a
+    GGUF file, whole or not at all.
 
-    UserError when the file cannot be read or its tokenizer cannot be rebuilt, or when `folder` exists.
+    UserError when the file cannot be read or its tokenizer cannot be
+    rebuilt, or when `folder` exists.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -62,7 +66,8 @@ def import_gguf(file: Path, folder: Path) -> None:
 
 
 def _building(folder: Path) -> Path:
-    """A new folder beside `folder`, named after this process; what killed processes left is removed."""
+    """A new folder beside `folder`, named after this process; what
+    killed processes left is removed."""
     prefix = f".{folder.name}.importing-"
     for path in folder.parent.glob(f"{prefix}*"):
         pid = int(path.name.removeprefix(prefix))
@@ -92,7 +97,8 @@ def _write_model(file: Path, folder: Path) -> Any:
     _check_whole(file, told)
     config = loaded.config
     del config.quantization_config  # the weights are not quantized any more
-    # the loaded model cannot be saved; on the meta device nothing is initialised, and rotary frequencies are in no file
+    # the loaded model cannot be saved; on the meta device nothing is initialised, and rotary
+    # frequencies are in no file
     with torch.device("meta"):
         fresh: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fresh.load_state_dict(loaded.state_dict(), assign=True)
@@ -106,8 +112,9 @@ def _write_model(file: Path, folder: Path) -> Any:
 
 
 def _check_whole(file: Path, told: dict[str, Any]) -> None:
-    """UserError naming the tensors of a model that are not the file's, which transformers fills with random numbers, or the file's that are
-    not the model's. A file without an output layer is one whose layer is that of the embeddings: nobody can tell."""
+    """UserError naming the tensors of a model that are not the file's, which transformers fills
+    with random numbers, or the file's that are not the model's. A file without an output layer is
+    one whose layer is that of the embeddings: nobody can tell."""
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     metadata, named = read_gguf_metadata(str(file))
@@ -125,8 +132,8 @@ def _check_whole(file: Path, told: dict[str, Any]) -> None:
     ]
     if faults:
         raise UserError(
-            f"{file}: {len(faults)} tensors are not as its model has them: {'; '.join(faults[:3])}; get the whole file, of several parts all "
-            "in one"
+            f"{file}: {len(faults)} tensors are not as its model has them: {'; '.join(faults[:3])}; "
+            "get the whole file, of several parts all in one"
         )
 
 
@@ -149,7 +156,8 @@ def _write_tokenizer(file: Path, folder: Path, config: Any) -> None:
 
 
 def _correct_splits(file: Path, tokenizer: Any) -> None:
-    """Makes a byte-level tokenizer split text into words as the model's own did; UserError when it is not known how that was."""
+    """Makes a byte-level tokenizer split text into words as the model's own did; UserError when it
+    is not known how that was."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     from transformers.integrations.gguf.reader import read_gguf_metadata
@@ -160,8 +168,9 @@ def _correct_splits(file: Path, tokenizer: Any) -> None:
         return
     if kind not in DIGIT_SPLITS:
         raise UserError(
-            f"{file}: how its tokenizer splits text into words (tokenizer.ggml.pre={kind!r}) is not known here, and a guess would "
-            "train the model on tokens that it has never seen; use the model's own folder in HF format"
+            f"{file}: how its tokenizer splits text into words (tokenizer.ggml.pre={kind!r}) is not known "
+            "here, and a guess would train the model on tokens that it has never seen; "
+            "use the model's own folder in HF format"
         )
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -170,7 +179,10 @@ def _correct_splits(file: Path, tokenizer: Any) -> None:
 def main() -> None:
     """Exit code 2, with the reason, when nothing was made."""
     parser = argparse.ArgumentParser(
-        description="Make a model folder in HF format (float32) of a GGUF file, for model.path. Needs the packages of rlpipe[gguf]."
+        description=(
+            "Make a model folder in HF format (float32) of a GGUF file, for model.path. "
+            "Needs the packages of rlpipe[gguf]."
+        )
     )
     parser.add_argument("file", type=Path, help="a .gguf file")
     parser.add_argument("folder", type=Path, help="the model folder to make; it must not exist")
@@ -182,7 +194,8 @@ def main() -> None:
         logging.disable_progress_bar()
     try:
         import_gguf(arguments.file, arguments.folder.expanduser())
-    except (UserError, OSError) as error:  # a full disk, or a folder that another process made meanwhile
+    except (UserError, OSError) as error:
+        # a full disk, or a folder that another process made meanwhile
         print(f"import_gguf: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     print(f"{arguments.folder}: a model in HF format")

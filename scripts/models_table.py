@@ -1,4 +1,5 @@
-"""The families of transformers and how they are trained, by a small new model of each: the table in docs/models.md.
+"""The families of transformers and how they are trained, by a small new model of
+each: the table in docs/models.md.
 
 `.venv/bin/python scripts/models_table.py` prints it; `--write` puts it into the page.
 """
@@ -34,22 +35,26 @@ REASONS = ("looks ahead", "has no base model")
 # numbers that go together in a family's own way
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "attn_layer_indices": [1, 3]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "layer_types": ["mamba", "attention"] * 2},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2,
+                         "layer_types": ["mamba", "attention"] * 2},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2}, "ministral": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+                  "mamba_d_state": 16, "mamba_chunk_size": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2}, "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 16}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "qwen4_exp_text": {"head_dim": 8, "num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1}, "zamba2": {"mamba_headdim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 16},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "qwen4_exp_text": {"head_dim": 8, "num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"mamba_headdim": 8},
     "xlnet": {"d_head": 8},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """A family: how it is trained, the largest |difference| of a logprob to the model's own forward pass, or why it is not, and whether
-    the local engine serves it."""
+    """A family: how it is trained, the largest |difference| of a logprob to the model's own forward
+    pass, or why it is not, and whether the local engine serves it."""
 
     family: str
     rows: str

@@ -1,9 +1,12 @@
-"""Do two checkouts compute the same? Small pipelines with the code of each; policies, Parquet files, inputs and settings are compared.
+"""Do two checkouts compute the same?
 
-usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]     (a checkout each; about 25 minutes on two cores)
+Small pipelines with the code of each; policies, Parquet files, inputs and settings are compared.
 
-The runs `begun` are begun by OLD, go on with NEW, and have to end as those that OLD did alone. A run that fails counts as a difference, and the others
-go on. Needs nothing of rlpipe itself.
+usage: .venv/bin/python scripts/same_bits.py OLD NEW [FOLDER]
+           (a checkout each; about 25 minutes on two cores)
+
+The runs `begun` are begun by OLD, go on with NEW, and have to end as those that OLD did alone. A
+run that fails counts as a difference, and the others go on. Needs nothing of rlpipe itself.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SMALL = [
-    "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16", "rl.num_prompts=8",
+    "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16",
+    "rl.num_prompts=8",
     "rl.group_size=4", "rl.shard_prompts=4", "rl.warmup_steps=2", "rl.filters={}", "evaluation.every=2",
     "evaluation.prompts_max=8", "checkpoint.state_every=2", "tracking.uri=",
 ]  # fmt: skip
@@ -28,7 +32,8 @@ TINY = [
 ]  # fmt: skip
 CALCULATOR = [*SMALL, "data.demonstrations.rows_max=300", "data.products.rows_max=200", "rl.num_iterations=3"]
 MANY_OPTIONS = [
-    "seed=1", "sft.validation_fraction=0.1", "rl.filters={nonzero_std=0.0}", "rl.rounds_max=2", "rl.groups_min=6", "rl.kl=loss",
+    "seed=1", "sft.validation_fraction=0.1", "rl.filters={nonzero_std=0.0}", "rl.rounds_max=2", "rl.groups_min=6",
+    "rl.kl=loss",
     "rl.kl_coef=0.01", "rl.curriculum=band", "rl.mask_truncated=true", "trainer.ranks=2", "engines.count=2",
     "rl.num_iterations=4",
 ]  # fmt: skip
@@ -72,12 +77,16 @@ BEGUN = {  # by OLD, so many iterations, and ended by NEW: the run that it has t
     "steps": ["run", "tiny", *TINY, *STEPS, "rl.num_iterations=2"],
 }
 COMPARED = (
-    "tokenizer", "probe", "reference", "data", "selection", "imported", "prompts", "rollouts", "scores", "batch", "evaluation", "policy", "state", "gap",
+    "tokenizer", "probe", "reference", "data", "selection", "imported", "prompts", "rollouts", "scores", "batch",
+    "evaluation", "policy", "state", "gap",
 )  # fmt: skip
 
 
 def rlpipe(code: Path, folder: Path, arguments: list[str]) -> bool:
-    """`rlpipe` with the code of a checkout; what looks like a setting becomes one. Returns whether it succeeded, and prints why not."""
+    """`rlpipe` with the code of a checkout; what looks like a setting becomes one.
+
+    Returns whether it succeeded, and prints why not.
+    """
     command = [part for entry in arguments for part in (["--set", entry] if "=" in entry else [entry])]
     environment = {**os.environ, "PYTHONPATH": str(code), "PREFECT_HOME": str(folder / "prefect")}
     ended = subprocess.run(
@@ -95,7 +104,8 @@ def since(code: Path) -> list[str]:
 
 
 def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
-    """(stage, what it came to) of every committed stage: files by name and hash, settings, names of inputs from inside the run."""
+    """(stage, what it came to) of every committed stage: files by name and hash, settings, names of
+    inputs from inside the run."""
     for path in sorted((folder / "rlpipe-store" / "runs" / run).rglob("manifest.json")):
         manifest = json.loads(path.read_text())
         if manifest["stage"].split("/", 1)[0] in COMPARED:
@@ -112,7 +122,8 @@ def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
 
 
 def content(folder: Path, record: dict[str, Any]) -> object:
-    """The hash of a file; of one that names other artifacts, what it says but for their hashes, which are of manifests with times."""
+    """The hash of a file; of one that names other artifacts, what it says but for their hashes,
+    which are of manifests with times."""
     file = folder / record["name"]
     if file.name in ("base.json", "delta.json", "state.json") and file.exists():  # a pruned one is not
         return json.dumps(without_hashes(json.loads(file.read_text())))
@@ -138,7 +149,8 @@ def steering(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_files(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files of an artifact, and what they are when whole where a policy is stored as a difference."""
+    """The files of an artifact, and what they are when whole where a
+    policy is stored as a difference."""
     deltas = [folder / record["name"] for record in manifest["files"] if record["name"].endswith("/delta.json")]
     return [*manifest["files"], *(json.loads(deltas[0].read_text())["files"] if deltas else [])]
 

@@ -1,6 +1,8 @@
-"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when its result was committed before.
+"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when
+its result was committed before.
 
-And the task start_service: a node of the trainer gang, or of the engines, as a run of its deployment.
+And the task start_service: a node of the trainer gang, or of the
+engines, as a run of its deployment.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def _task(
     @task(
         name=verb,
         description=function.__doc__,
-        tags={f"stage:{verb}"},  # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        tags={f"stage:{verb}"},
         task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,
         retry_delay_seconds=RETRY_DELAY_S,
@@ -75,7 +78,8 @@ def _task(
 
 
 def _run_name(verb: str, arguments: dict[str, Any]) -> str:
-    """Examples: "generate 00012 round 0 shard 3", and where there is nothing to count "prepare tokenizer"."""
+    """Examples: "generate 00012 round 0 shard 3", and where there is
+    nothing to count "prepare tokenizer"."""
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
@@ -142,4 +146,6 @@ async def _start_service(config: PipelineConfig, kind: str, node: int, tag: str)
     part = {"trainer": config.trainer, "engines": config.engines}[kind]
     parameters = {"store": config.store, "run": config.run, "node": node, kind: part.model_dump(mode="json")}
     name = f"serve-{kind} {config.run} node {node}"  # readable while it waits for room, too
-    await run_deployment(part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag])  # pyright: ignore[reportGeneralTypeIssues]
+    await run_deployment(  # pyright: ignore[reportGeneralTypeIssues]
+        part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag]
+    )

@@ -1,4 +1,5 @@
-"""An agent's rollout in front of a pool that says what it is given to say, with the tokenizer of the preset `agent`."""
+"""An agent's rollout in front of a pool that says what it is given to say, with the
+tokenizer of the preset `agent`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def tokenizer_in(folder: Path) -> ChatTokenizer:
 
 @dataclass
 class SpokenPool:
-    """Says one text after the other, each with its end, cut to the tokens that are allowed; remembers what was asked."""
+    """Says one text after the other, each with its end, cut to the tokens that are allowed;
+    remembers what was asked."""
 
     tokenizer: ChatTokenizer
     texts: list[str] = field(default_factory=list)
@@ -59,7 +61,8 @@ def rollout_of(
     calls: int = 10,
     context: int = 400,
 ) -> AgentRollout:
-    """A rollout of that pool, with limits: tokens after the prompt, calls, tokens with the prompt."""
+    """A rollout of that pool, with limits: tokens after the prompt,
+    calls, tokens with the prompt."""
     terms = Terms("products/0", Sampling(tokens, seed=7), calls, context)
 
     async def keep_nothing(call: CallKey, completions: list[Completion]) -> None: ...

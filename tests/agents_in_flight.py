@@ -1,4 +1,5 @@
-"""A rollout of an agent in front of a pool, and an engine that is asked for what no agent waits for."""
+"""A rollout of an agent in front of a pool, and an engine that is
+asked for what no agent waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An agent that rewrites its history: two of its calls go on from one reply, and the last has forgotten all before it."""
+"""An agent that rewrites its history: two of its calls go on from one reply, and the last has
+forgotten all before it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 
 def agent(prompt: dict[str, Any], client: dict[str, str]) -> dict[str, Any]:
-    """Its conversation has three branches, two of which share a reply (where that one was not cut off)."""
+    """Its conversation has three branches, two of which share a reply
+    (where that one was not cut off)."""
 
     def reply_to(messages: list[dict[str, Any]]) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {client['api_key']}"}

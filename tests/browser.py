@@ -1,4 +1,5 @@
-"""Prefect's UI in a headless Chromium, as a user sees it; every screenshot stays in tests/output/."""
+"""Prefect's UI in a headless Chromium, as a user sees it; every
+screenshot stays in tests/output/."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Browser:
         self.page.screenshot(path=OUTPUT / f"{name}.png")
 
     def field(self, name: str) -> Locator:
-        """The field of the form with this name (of several, the first): its label, description and input."""
+        """The field of the form with this name (of several, the first):
+        its label, description and input."""
         return self.page.locator(f'.schema-form-property:has(> .p-label__header :text-is("{name} (Optional)"))').first
 
     def fill(self, name: str, value: str) -> None:
@@ -53,7 +55,8 @@ class Browser:
         return self.page.locator(".state-badge").first
 
     def rest(self) -> str:
-        """Leaves the page, whose timeline draws all the time, for an empty one; the path to come back to."""
+        """Leaves the page, whose timeline draws all the time, for an empty
+        one; the path to come back to."""
         path = self.page.url.removeprefix(self.root)
         self.page.goto("about:blank")
         return path

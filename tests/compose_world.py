@@ -1,5 +1,6 @@
-"""The services of infra/compose.yaml without Docker: their commands, environments, health checks and order, as processes in a network
-and mount namespace of their own, where each service's name is an address. Ports and names are the file's, and collide with nobody's.
+"""The services of infra/compose.yaml without Docker: their commands, environments, health checks
+and order, as processes in a network and mount namespace of their own, where each service's name is
+an address. Ports and names are the file's, and collide with nobody's.
 
 Not as in the images: what starts Postgres and SeaweedFS there, and the user.
 """
@@ -46,7 +47,10 @@ class Compose:
         )  # pytest's folders are closed to the user postgres
         names = " ".join(self.services)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{OUTSIDE} {names}\n")
-        setup = f"ip link set lo up && ip addr add {OUTSIDE}/32 dev lo && mount --bind {folder}/hosts /etc/hosts && echo ready && read -r _"
+        setup = (
+            f"ip link set lo up && ip addr add {OUTSIDE}/32 dev lo && mount --bind {folder}/hosts /etc/hosts && "
+            "echo ready && read -r _"
+        )
         self.holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "sh", "-c", setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -61,7 +65,8 @@ class Compose:
         return {"PATH": path, "HOME": str(home), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **given}
 
     def _filled(self, text: str) -> str:
-        """Interpolated as compose does; a KeyError is its refusal to start without a required variable."""
+        """Interpolated as compose does; a KeyError is its refusal to
+        start without a required variable."""
         return re.sub(
             r"\$\{(\w+):([?-])([^}]*)\}", lambda found: self.secrets[found[1]] if found[2] == "?" else found[3], text
         )
@@ -77,9 +82,11 @@ class Compose:
         )  # fmt: skip
 
     def command(self, name: str) -> list[str]:
-        """The service's command, with what the image's entry point puts before it, and its volume in our folder."""
+        """The service's command, with what the image's entry point puts before
+        it, and its volume in our folder."""
         if name == "postgres":
-            return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", "postgres", "-D", str(self._database()),
+            return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups",
+                    "postgres", "-D", str(self._database()),
                     "-c", f"unix_socket_directories={self.database}", "-c", "listen_addresses=*"]  # fmt: skip
         told = self.services[name]["command"]
         parts = shlex.split(told) if isinstance(told, str) else told
@@ -88,7 +95,8 @@ class Compose:
         return ["weed", *(part.replace("=/data", f"={data}") for part in parts)] if name == "s3" else parts
 
     def _database(self) -> Path:
-        """What the entry point of the Postgres image does with an empty folder: initdb, the database, the mounted scripts."""
+        """What the entry point of the Postgres image does with an empty folder: initdb, the
+        database, the mounted scripts."""
         given, data = self.environment("postgres"), self.database / "data"
         shutil.chown(self.database, "postgres", "postgres")
         (self.database / "password").write_text(given["POSTGRES_PASSWORD"])
@@ -99,7 +107,8 @@ class Compose:
         ]
         as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         single = [*as_postgres, "postgres", "--single", "-j", "-D", str(data), "postgres"]
-        subprocess.run([*as_postgres, "initdb", "-D", data, "-U", given["POSTGRES_USER"], f"--pwfile={self.database}/password",
+        subprocess.run([*as_postgres, "initdb", "-D", data, "-U", given["POSTGRES_USER"],
+                        f"--pwfile={self.database}/password",
                         "--auth=scram-sha-256"], env=given, check=True, capture_output=True)  # fmt: skip
         for statement in (
             f"CREATE DATABASE {given['POSTGRES_DB']};\n\n",
@@ -111,7 +120,8 @@ class Compose:
         return data
 
     def up(self) -> None:
-        """Starts every service that has no profile when what it depends on is healthy, or has ended well."""
+        """Starts every service that has no profile when what it depends on
+        is healthy, or has ended well."""
         for name, service in self.services.items():
             if "profiles" in service:
                 continue

@@ -32,7 +32,8 @@ settings.load_profile("rlpipe")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The garbage collector looks through what tests make, and not through what they import: a million objects, nearly all of them for good."""
+    """The garbage collector looks through what tests make, and not through what they import: a
+    million objects, nearly all of them for good."""
     gc.disable()
     try:
         return (yield)
@@ -43,7 +44,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that hangs fails, with the stack of each thread, in the place of the whole command that somebody ends by hand."""
+    """A test that hangs fails, with the stack of each thread, in the place of the whole command
+    that somebody ends by hand."""
     for item in items:
         whole = any(item.get_closest_marker(name) for name in ("e2e", "contract", "learning", "soak", "nightly"))
         if item.get_closest_marker("timeout") is None:
@@ -83,7 +85,8 @@ def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def untried_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan says beside the memory and the hours of its model, which half a minute of passes in a process of its own tell."""
+    """What a plan says beside the memory and the hours of its model, which half a minute of passes
+    in a process of its own tell."""
     sizes = ModelSizes(parameters=10, layer=1, rest=1, kv_token=1, microbatch=1)
     monkeypatch.setattr("rlpipe.stages.content.try_model", lambda config, named, sized: TriedModel(10, "packed", sizes))
 
@@ -117,7 +120,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a command needs in its environment to use the Prefect server that all tests of this process share."""
+    """What a command needs in its environment to use the Prefect server that
+    all tests of this process share."""
     with bare_server(tmp_path_factory.mktemp("prefect")) as stand:
         yield {"PREFECT_API_URL": stand.environment["PREFECT_API_URL"]}
 

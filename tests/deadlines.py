@@ -1,7 +1,8 @@
 """The deadlines of all tests, and how a test waits for something.
 
-A deadline of a test finds what hangs. It is ten times what a quiet machine of two cores needs, and no test measures by it. Where a
-machine is busier than that, RLPIPE_TEST_PATIENCE=3 makes every deadline three times as long.
+A deadline of a test finds what hangs. It is ten times what a quiet machine of two cores needs, and
+no test measures by it. Where a machine is busier than that, RLPIPE_TEST_PATIENCE=3 makes every
+deadline three times as long.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 PATIENCE = float(os.environ.get("RLPIPE_TEST_PATIENCE", "1"))
-DEADLINE_S = 300.0 * PATIENCE  # for one thing: an answer, or a process that starts, imports torch, and is ready or ends
+# for one thing: an answer, or a process that starts, imports torch, and is ready or ends
+DEADLINE_S = 300.0 * PATIENCE
 PIPELINE_S = 10 * DEADLINE_S  # for a whole pipeline
-SHORT_S = 3.0 * PATIENCE  # for what rlpipe has to give up in a test, and what is well beside it has to keep
+# for what rlpipe has to give up in a test, and what is well beside it has to keep
+SHORT_S = 3.0 * PATIENCE
 LOOK_S = 0.02
 
 
@@ -32,7 +35,8 @@ def until(
 ) -> T:
     """Returns the first true value of `condition`, asked again every `look_s` seconds.
 
-    AssertionError with `what` (or what it returns) when there is none in `within_s` seconds, or once the process `running` has ended.
+    AssertionError with `what` (or what it returns) when there is none in `within_s` seconds, or
+    once the process `running` has ended.
     """
     end = time.monotonic() + within_s
     while True:

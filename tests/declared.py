@@ -10,9 +10,12 @@ from rlpipe.stages.stage import stage_settings as settings_of_fields
 from rlpipe.stages.training import TRAINED_BY
 
 STAGES: dict[tuple[str, str], Stage] = {
-    ("base", "tokenizer"): base.base_tokenizer, ("base", "policy"): base.base_policy, ("base", "probe"): base.base_probe,
-    ("data", "data"): sft.prepare_sft_data, ("data", "selection"): sft.select_segment, ("sft", "policy"): sft.train_segment,
-    ("rl", "prompts"): sampling.sample_prompts, ("rl", "rollouts"): generation.generate, ("rl", "scores"): scoring.score,
+    ("base", "tokenizer"): base.base_tokenizer, ("base", "policy"): base.base_policy,
+    ("base", "probe"): base.base_probe,
+    ("data", "data"): sft.prepare_sft_data, ("data", "selection"): sft.select_segment,
+    ("sft", "policy"): sft.train_segment,
+    ("rl", "prompts"): sampling.sample_prompts, ("rl", "rollouts"): generation.generate,
+    ("rl", "scores"): scoring.score,
     ("rl", "batch"): filtering.filter_groups, ("rl", "policy"): policy.checkpoint,
     **{(phase, "evaluation"): evaluation.evaluate for phase in ("base", "sft", "rl")},
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Policies of any bytes in a store, written as the trainer writes them: whole, or as differences."""
+"""Policies of any bytes in a store, written as the trainer writes
+them: whole, or as differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The shell and Python blocks of README and docs: where they are, and which of them cannot run here."""
+"""The shell and Python blocks of README and docs: where they are, and
+which of them cannot run here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # page -> how a block begins -> why test_e2e_docs.py does not run it
 NOT_HERE: dict[str, dict[str, str]] = {
     "README.md": {
-        "make demo": "minutes of training: test_learning.py trains the same preset to its end; `make test` is a quarter of an hour of tests",
+        "make demo": (
+            "minutes of training: test_learning.py trains the same preset to its end; "
+            "`make test` is a quarter of an hour of tests"
+        ),
     },
     "docs/benchmarks.md": {
         ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
@@ -39,7 +43,9 @@ NOT_HERE: dict[str, dict[str, str]] = {
         "test_docs_cluster.py holds each command of the page to a test, or to why it cannot run here",
     ),
     "docs/engines.md": {
-        ".venv/bin/rlpipe run tiny --run on-sglang": "SGLang is installed by `make test-sglang`, whose suites run against it"
+        ".venv/bin/rlpipe run tiny --run on-sglang": (
+            "SGLang is installed by `make test-sglang`, whose suites run against it"
+        )
     },
     "docs/models.md": {
         "make smollm2": "minutes with a real model: test_e2e_smollm2.py runs the same preset, shortened",
@@ -47,19 +53,27 @@ NOT_HERE: dict[str, dict[str, str]] = {
         ".venv/bin/python -m pip": "the user's own GGUF file: test_gguf.py and test_e2e_smollm2.py import real ones",
     },
     "docs/nights.md": {
-        ".venv/bin/rlpipe automations": "a notification block of the user's own: test_e2e_nights.py applies them with one"
+        ".venv/bin/rlpipe automations": (
+            "a notification block of the user's own: test_e2e_nights.py applies them with one"
+        )
     },
     "docs/lora.md": {
-        ".venv/bin/python benchmarks/lora.py": "an hour of training: test_e2e_lora.py trains and kills both kinds, shortened"
+        ".venv/bin/python benchmarks/lora.py": (
+            "an hour of training: test_e2e_lora.py trains and kills both kinds, shortened"
+        )
     },
     "docs/overlap.md": {
         ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
     },
     "docs/runs.md": {
-        "export AWS_ACCESS_KEY_ID": "a bucket of the user's own: test_e2e_learning.py trains the same preset, half as long, on a store on S3",
+        "export AWS_ACCESS_KEY_ID": (
+            "a bucket of the user's own: test_e2e_learning.py trains the same preset, half as long, on a store on S3"
+        ),
     },
     "docs/store.md": {
-        ".venv/bin/python benchmarks/deltas.py": "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
+        ".venv/bin/python benchmarks/deltas.py": (
+            "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
+        )
     },
     "docs/tracking.md": {
         ".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"
@@ -68,25 +82,34 @@ NOT_HERE: dict[str, dict[str, str]] = {
         ".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"
     },
     "docs/why.md": {
-        f".venv/bin/python benchmarks/{name}.py": "many minutes of training: test_why.py plants the same in runs that are simulated"
+        f".venv/bin/python benchmarks/{name}.py": (
+            "many minutes of training: test_why.py plants the same in runs that are simulated"
+        )
         for name in ("why", "why_causes")
     },
     "docs/services.md": {
-        "export RLPIPE_SERVICE_KEY": "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
+        "export RLPIPE_SERVICE_KEY": (
+            "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
+        )
     },
 }
 
 
 LONG = (
-    "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md", "docs/queries.md",
-    "docs/store.md", "docs/what-if.md",
+    "docs/agents.md", "docs/benchmarks.md", "docs/environments.md", "docs/filters.md", "docs/library.md",
+    "docs/queries.md", "docs/store.md", "docs/what-if.md",
 )  # one to five minutes each: for make nightly  # fmt: skip
-PLANNED = ("docs/data.md",)  # its run is for make nightly as well; make test-all plans it, and runs the like of README
+# its run is for make nightly as well; make test-all plans it, and runs the like of README
+PLANNED = ("docs/data.md",)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. A Python block that begins with a comment `# name.py` is the file of that name, which a shell block uses."""
+    """A fenced block.
+
+    A Python block that begins with a comment `# name.py` is the file of that
+    name, which a shell block uses.
+    """
 
     page: str
     line: int

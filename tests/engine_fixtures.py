@@ -1,7 +1,8 @@
 """Tiny models built in code, and engine servers as processes. Shared by the engine tests.
 
-The contract tests (marker `contract`) run against the engine that RLPIPE_TEST_ENGINE names: "local" (the default) or "sglang", a
-real SGLang on this CPU in the virtual environment SGLANG_VENV (`make test-sglang`).
+The contract tests (marker `contract`) run against the engine that RLPIPE_TEST_ENGINE names:
+"local" (the default) or "sglang", a real SGLang on this CPU in the virtual environment
+SGLANG_VENV (`make test-sglang`).
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class Server:
         return await self.call("/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
 
     async def reload(self, folder: Path, version: str) -> None:
-        """New weights by the sequence that is safe with SGLang: what runs is retracted, a refused update is sent again."""
+        """New weights by the sequence that is safe with SGLang: what runs is retracted,
+        a refused update is sent again."""
         await self.call("/pause_generation", {"mode": "retract"})
         try:
             refusals = []
@@ -179,7 +181,10 @@ def _start(command: list[str], port: int) -> tuple[subprocess.Popen[bytes], Path
 
 
 def _serving(kind: str) -> Server:
-    """A new engine on model 0 as weight version 1. AssertionError when there is none: a missing SGLang is no reason to skip."""
+    """A new engine on model 0 as weight version 1.
+
+    AssertionError when there is none: a missing SGLang is no reason to skip.
+    """
     if kind == "sglang":
         process, log, url = _start_sglang("--weight-version", "1")
     else:
@@ -198,7 +203,8 @@ def _engine(kind: str, name: str) -> Server:
 
 
 def engine(name: str) -> Server:
-    """The engine called `name`, of the kind that the contract tests run against; started once in a test session."""
+    """The engine called `name`, of the kind that the contract tests run against;
+    started once in a test session."""
     return _engine(ENGINE_KIND, name)
 
 

@@ -1,4 +1,7 @@
-"""A pool of real engines over a store of tiny policies, and ways to break it. Shared by the pool's and the host's tests."""
+"""A pool of real engines over a store of tiny policies, and ways to break it.
+
+Shared by the pool's and the host's tests.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,8 @@ class World:
         if name not in self.refs:
             folder = Path(self.store.url.removeprefix("file://")).parent / f"source-{name}"
             shutil.copytree(tiny_model(seed), folder)
-            build_tokenizer(["text"], folder)  # without one vLLM dies of a token out of the vocabulary
+            # without one vLLM dies of a token out of the vocabulary
+            build_tokenizer(["text"], folder)
             if damage is not None:
                 damage(folder)
             records = [write_file(self.store, name, "a1", path.name, path) for path in sorted(folder.iterdir())]

@@ -1,4 +1,5 @@
-"""Holders of one run that may be stopped before any call of the store and go on later: each in a thread that moves one call at a time."""
+"""Holders of one run that may be stopped before any call of the store and go on later: each in a
+thread that moves one call at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def store_of(objects: Any) -> Store:
 
 
 class Interrupted:
-    """The objects of a store: after so many calls `event` happens. `late` is what the calls after it changed, but for leases."""
+    """The objects of a store: after so many calls `event` happens.
+
+    `late` is what the calls after it changed, but for leases.
+    """
 
     parts_at_once = 1
 
@@ -102,7 +106,8 @@ class Actor:
     """One process: `act` is given its store, and moves only by `step`."""
 
     def __init__(self, memory: Memory, act: Callable[[Store], object], order: Order) -> None:
-        """`order`: of all processes, the calls in their order: whose, name, key, whether it changed something."""
+        """`order`: of all processes, the calls in their order: whose, name,
+        key, whether it changed something."""
         self.memory = memory
         self.fault: BaseException | None = None
         self._order = order

@@ -2,7 +2,8 @@
 
     python tests/leaving_agent.py [TIMEOUT_S]
 
-For one prompt it ends well, for one with an exit code, or by its timeout where one is given: it waits for its call then.
+For one prompt it ends well, for one with an exit code, or by its timeout where one is given: it
+waits for its call then.
 """
 
 from __future__ import annotations

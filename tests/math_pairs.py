@@ -1,4 +1,7 @@
-"""Answer pairs by topic: (reference answer as a data set has it, completion, whether it is right). The truth is the author's."""
+"""Answer pairs by topic: (reference answer as a data set has it, completion, whether it is right).
+
+The truth is the author's.
+"""
 
 PAIRS: dict[str, list[tuple[str, str, bool]]] = {
     "integers": [

@@ -1,6 +1,8 @@
-"""The formulas of docs/algorithms.md once more, as plain loops over Python floats: what the tests compare ours with.
+"""The formulas of docs/algorithms.md once more, as plain loops over Python floats:
+what the tests compare ours with.
 
-Written from the specification, one token at a time; nothing here may import rlpipe. Rows are lists; a mark is 1 where a token counts.
+Written from the specification, one token at a time; nothing here may import rlpipe. Rows are lists;
+a mark is 1 where a token counts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def group_advantages(rewards: Row, groups: list[int], estimator: str, lengths: R
             found.append((reward - mean(among)) / (math.sqrt(variance(among)) + eps))
         elif estimator == "dr_grpo":
             found.append(reward - mean(among))
-        elif estimator == "rloo":  # against the mean of the others, which is the same as (r - mean) * G / (G - 1)
+        elif estimator == "rloo":
+            # against the mean of the others, which is the same as (r - mean) * G / (G - 1)
             found.append(reward - (math.fsum(among) - reward) / (len(among) - 1))
         elif estimator == "maxrl":
             found.append((reward - mean(among)) / mean(among) if mean(among) > 0 else 0.0)
@@ -128,7 +131,8 @@ def policy_loss(
 def clipped(
     policy: Row, proximal: Row, advantages: Row, objective: str, low: float, high: float, dual_clip: float | None
 ) -> list[tuple[bool, bool]]:
-    """Where the clip takes a token's gradient (cispo: where it bounds its weight), below and above; all tokens count."""
+    """Where the clip takes a token's gradient (cispo: where it bounds its weight),
+    below and above; all tokens count."""
     found = []
     whole = math.exp(mean([clamp(p - q, -20, 20) for p, q in zip(policy, proximal, strict=True)]))
     for p, q, advantage in zip(policy, proximal, advantages, strict=True):

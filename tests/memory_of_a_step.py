@@ -1,8 +1,11 @@
-"""What one optimizer step really takes, in a process of its own: prints the bytes of resident memory that it adds at its peak.
+"""What one optimizer step really takes, in a process of its own: prints the bytes of resident
+memory that it adds at its peak.
 
-A step of a small model goes before it: what a process takes once, at its first step, is no model's (35 to 60 MiB on an Intel Xeon).
+A step of a small model goes before it: what a process takes once, at its first step, is no model's
+(35 to 60 MiB on an Intel Xeon).
 
-Arguments: a folder, whether activations are recomputed (0 or 1), `trainer.offload`, and the model's config as JSON.
+Arguments: a folder, whether activations are recomputed (0 or 1), `trainer.offload`,
+and the model's config as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A reward of the runs of tests/why_world.py, in a module of its own: the processes that score import it, and little else."""
+"""A reward of the runs of tests/why_world.py, in a module of its own: the processes that score
+import it, and little else."""
 
 from __future__ import annotations
 

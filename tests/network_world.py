@@ -1,4 +1,7 @@
-"""Nodes of a network on one machine: a network namespace each, joined by a bridge. Where those cannot be made: addresses of loopback."""
+"""Nodes of a network on one machine: a network namespace each, joined by a bridge.
+
+Where those cannot be made: addresses of loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from dataclasses import dataclass
 from tests.deadlines import DEADLINE_S
 
 NET = "10.9.8"
-BURST_BYTES = 256 * 1024  # of a throttled cable: more than the largest piece that the kernel hands over
+# of a throttled cable: more than the largest piece that the kernel hands over
+BURST_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class Node:
-    """`inside` goes before a command that is to run on the node; who is elsewhere reaches it at `address`.
+    """`inside` goes before a command that is to run on the node; who is
+    elsewhere reaches it at `address`.
 
-    `ends`: of its cable, each a command's beginning and the device there; what is sent at the first end goes to the node. None on loopback.
+    `ends`: of its cable, each a command's beginning and the device there; what is sent at the first
+    end goes to the node. None on loopback.
     """
 
     inside: tuple[str, ...]
@@ -70,7 +76,8 @@ def _namespace() -> Iterator[int]:
     """The pid of a process that holds a new namespace, with a bridge that nothing is joined to."""
     setup = "ip link set lo up && ip link add bridge type bridge && ip link set bridge up && echo ready && read -r _"
     holder = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ["unshare", "--net", "sh", "-c", setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True
     )  # fmt: skip
     try:
         assert holder.stdout is not None
@@ -84,7 +91,10 @@ def _namespace() -> Iterator[int]:
 def _join(switch: int, holder: int, index: int) -> None:
     """A cable from the holder's namespace to the switch's bridge."""
     port = f"port{index}"
-    plug = f"ip link add {port} type veth peer name eth0 netns {holder} && ip link set {port} master bridge && ip link set {port} up"
+    plug = (
+        f"ip link add {port} type veth peer name eth0 netns {holder} && ip link set {port} master bridge && "
+        f"ip link set {port} up"
+    )
     address = f"ip addr add {NET}.{index}/24 dev eth0 && ip link set eth0 up"
     for namespace, command in ((switch, plug), (holder, address)):
         subprocess.run([*_inside(namespace), "sh", "-c", command], check=True, capture_output=True)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Fault:
-    """`at`: a pattern of the method and the path with the query. `kind`: a status, `reset` or `hang` (tests/s3_world.py)."""
+    """`at`: a pattern of the method and the path with the query.
+
+    `kind`: a status, `reset` or `hang` (tests/s3_world.py).
+    """
 
     at: str
     kind: str
@@ -22,7 +25,10 @@ class Fault:
 
 
 class Faults:
-    """Each begins once, in whatever order, and is done to all requests until it is over. None begins before a request that `after` fits."""
+    """Each begins once, in whatever order, and is done to all requests until it is over.
+
+    None begins before a request that `after` fits.
+    """
 
     def __init__(self, *faults: Fault, after: str = "") -> None:
         self.faults, self._after = faults, after

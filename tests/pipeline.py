@@ -1,4 +1,7 @@
-"""Runs `rlpipe` as a user does: as a process, in a folder of its own. Shared by the end-to-end tests."""
+"""Runs `rlpipe` as a user does: as a process, in a folder of its own.
+
+Shared by the end-to-end tests.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,15 @@ BIN = Path(sys.executable).parent
 MINI = [
     "sft.num_steps=12", "sft.segment_steps=4", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16",
     "data.short_words.rows_max=400", "data.all_words.rows_max=100", "data.words.rows_max=300",
-    "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2", "rl.warmup_steps=2",
+    "rl.num_iterations=5", "rl.num_prompts=8", "rl.group_size=4", "rl.shard_prompts=4", "rl.num_steps=2",
+    "rl.warmup_steps=2",
     "rl.filters={}", "evaluation.every=2", "evaluation.prompts_max=8", "checkpoint.state_every=2",
     "engines.count=1", "trainer.threads=1",
 ]  # fmt: skip
 
 # rows that take SLOW_S to read: in the preflight, and again in the SFT
-SLOW_S = 55.0  # longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
+# longer than a service waits that may be idle for IDLE_S, for a run that nobody works on
+SLOW_S = 55.0
 IDLE_S = 5
 STARTED: list[subprocess.Popen[str]] = []  # by a test: none outlives it (conftest.py)
 SLOW_WORDS = f"""
@@ -45,10 +50,12 @@ def rows(rows_max, **_):
 
 @dataclass
 class Folder:
-    """A working directory with a store, and the environment its commands run in. `inside` goes before a command: another node.
+    """A working directory with a store, and the environment its commands run in.
 
-    A run has MLflow only when it is `tracked`, and a Prefect server of its own when no PREFECT_API_URL is in `environment`: each
-    takes a quarter of a short run's time.
+    `inside` goes before a command: another node.
+
+    A run has MLflow only when it is `tracked`, and a Prefect server of its own when no
+    PREFECT_API_URL is in `environment`: each takes a quarter of a short run's time.
     """
 
     path: Path
@@ -67,7 +74,8 @@ class Folder:
         environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
         with log:
-            process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments], cwd=self.path, env=environment, stdout=log,
+            process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments],
+                                       cwd=self.path, env=environment, stdout=log,
                                        stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
         STARTED.append(process)
         return process
@@ -128,7 +136,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run `a` of MINI that nothing happens to, three iterations longer: what it ends with at 5 and at 8."""
+    """A run `a` of MINI that nothing happens to, three iterations longer:
+    what it ends with at 5 and at 8."""
 
     folder: Folder
     duration_s: float  # until its fifth iteration

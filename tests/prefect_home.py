@@ -1,4 +1,5 @@
-"""A PREFECT_HOME whose database is made already: the processes of pytest-xdist make the tables once, and copy them."""
+"""A PREFECT_HOME whose database is made already: the processes of pytest-xdist make
+the tables once, and copy them."""
 
 from __future__ import annotations
 
@@ -17,22 +18,26 @@ from tests.deadlines import DEADLINE_S, PIPELINE_S
 
 PREFECT = Path(sys.executable).parent / "prefect"
 DATABASE = "prefect.db"
-shared: list[Path] = []  # the folder that the databases to copy are in (conftest.py); none: each home makes its own
+# the folder that the databases to copy are in (conftest.py); none: each home makes its own
+shared: list[Path] = []
 
 
 def new_home(home: Path) -> None:
-    """Gives a PREFECT_HOME without a database one with Prefect's tables, which a server's first start would take half its time to make."""
+    """Gives a PREFECT_HOME without a database one with Prefect's tables, which a server's first
+    start would take half its time to make."""
     _copy("tables", home, _make_tables)
 
 
 def new_deployed_home(home: Path, deploy: Callable[[Path], None]) -> bool:
-    """The same with all that `deploy` leaves in the database of a home that it is given, the first time. False: there is nothing to copy."""
+    """The same with all that `deploy` leaves in the database of a home that it is given, the first
+    time. False: there is nothing to copy."""
     return _copy("deployed", home, deploy)
 
 
 def _make_tables(home: Path) -> None:
     environment = {**os.environ, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
-    told = subprocess.run([PREFECT, "server", "database", "upgrade", "-y"], env=environment, capture_output=True, text=True,
+    told = subprocess.run([PREFECT, "server", "database", "upgrade", "-y"],
+                          env=environment, capture_output=True, text=True,
                           timeout=DEADLINE_S)  # fmt: skip
     assert told.returncode == 0, told.stdout + told.stderr
 

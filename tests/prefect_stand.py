@@ -54,8 +54,8 @@ class Stand:
         """Starts a program under a name, in the stand's folder."""
         with (self.path / f"{name}.log").open("a") as log:
             self.processes[name] = subprocess.Popen(
-                command, cwd=cwd or self.path, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, text=True,
-                start_new_session=True,
+                command, cwd=cwd or self.path, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                text=True, start_new_session=True,
             )  # fmt: skip
         return self.processes[name]
 
@@ -84,7 +84,8 @@ class Stand:
 
         def succeeds() -> bool:
             command = [str(BIN / "prefect"), "--no-prompt", *arguments]
-            tried.append(subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S,
+            tried.append(subprocess.run(command, cwd=ROOT, env=self.environment,
+                                        capture_output=True, text=True, timeout=DEADLINE_S,
                                         stdin=subprocess.DEVNULL))  # fmt: skip
             return tried[-1].returncode == 0
 
@@ -93,7 +94,8 @@ class Stand:
 
     def run(self, *arguments: object) -> str:
         """Output of a program that talks to the server; it has to succeed."""
-        done = subprocess.run([str(each) for each in arguments], cwd=self.path, env=self.environment, capture_output=True,
+        done = subprocess.run([str(each) for each in arguments], cwd=self.path,
+                              env=self.environment, capture_output=True,
                               text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -121,7 +123,10 @@ class Stand:
         state: dict[str, str] = {}
 
         def faulty() -> str:
-            return f"flow run {flow_run} is {state}, not {told}; the worker said:\n{(self.path / 'worker.log').read_text()[-3000:]}"
+            return (
+                f"flow run {flow_run} is {state}, not {told}; the worker said:\n"
+                f"{(self.path / 'worker.log').read_text()[-3000:]}"
+            )
 
         def reached() -> bool:
             state.update(self.api("GET", f"/flow_runs/{flow_run}")["state"])
@@ -135,7 +140,8 @@ class Stand:
         return state
 
     def retry(self, flow_run: str) -> None:
-        """As somebody does in the UI, with a flow run that has failed; returns when that is its state no more."""
+        """As somebody does in the UI, with a flow run that has failed; returns
+        when that is its state no more."""
         self.prefect("flow-run", "retry", flow_run)
         until(
             lambda: self.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] != "FAILED",
@@ -150,8 +156,11 @@ class Stand:
 
 
 def call(method: str, url: str, body: object = None, auth: str | None = None) -> Any:
-    """The JSON answer of an HTTP call with a JSON body. Asked again, as Prefect's client does, when the database is locked or away (503), and
-    where asking changes nothing when a busy disk kept the answer longer than a minute."""
+    """The JSON answer of an HTTP call with a JSON body.
+
+    Asked again, as Prefect's client does, when the database is locked or away (503), and where
+    asking changes nothing when a busy disk kept the answer longer than a minute.
+    """
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if auth:
@@ -173,7 +182,10 @@ def call(method: str, url: str, body: object = None, auth: str | None = None) ->
 
 @contextlib.contextmanager
 def running_stand(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server with the repository's deployments and a worker of pool `cpu`. `environment`: of all of them, beside this process's."""
+    """A server with the repository's deployments and a worker of pool `cpu`.
+
+    `environment`: of all of them, beside this process's.
+    """
     with running_server(path, environment) as stand:
         stand.spawn("worker", "worker", "start", "--pool", "cpu")
         yield stand
@@ -195,7 +207,10 @@ def bare_server(path: Path, environment: dict[str, str] | None = None) -> Iterat
 
 @contextlib.contextmanager
 def running_server(path: Path, environment: dict[str, str] | None = None) -> Iterator[Stand]:
-    """A server with the repository's deployments, and nobody who works on them. With an `environment` they are made in it."""
+    """A server with the repository's deployments, and nobody who works on them.
+
+    With an `environment` they are made in it.
+    """
     is_deployed = environment is None and new_deployed_home(path / "home", _deploy_in)
     with bare_server(path, environment) as stand:
         if not is_deployed:

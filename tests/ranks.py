@@ -1,4 +1,5 @@
-"""Runs a program of the tests on several ranks: what it imports is imported once, and every rank is a fork.
+"""Runs a program of the tests on several ranks: what it imports is imported
+once, and every rank is a fork.
 
 The launcher of a run's trainer starts a process for each rank, and each imports torch.
 Example: `python -m tests.ranks tests.ranks_of_a_step 2 FOLDER`.

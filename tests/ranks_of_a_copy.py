@@ -1,4 +1,5 @@
-"""A program of four ranks as two nodes that each hold a whole copy of the model: two steps, a save, a restore, a save."""
+"""A program of four ranks as two nodes that each hold a whole copy of the model: two
+steps, a save, a restore, a save."""
 
 from __future__ import annotations
 

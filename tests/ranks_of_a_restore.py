@@ -1,4 +1,5 @@
-"""A program of several ranks: states and policies saved by gangs of one rank up to all, restored by each, and what every rank read."""
+"""A program of several ranks: states and policies saved by gangs of one rank up to all, restored by
+each, and what every rank read."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def save(gang: Gang, trainer: Trainer) -> tuple[dict[str, ArtifactRef], dict[str
 
 
 def restores(gang: Gang, refs: dict[int, dict[str, ArtifactRef]], digests: dict[str, str]) -> Iterator[JsonDict]:
-    """What this rank read in every restore, and its share: of the state its rows, of a policy its rows of the weights."""
+    """What this rank read in every restore, and its share: of the state its rows, of a
+    policy its rows of the weights."""
     for saved_by in SIZES:
         for kind in ("state", "policy"):
             trainer = Trainer(gang)

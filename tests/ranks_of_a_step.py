@@ -1,4 +1,5 @@
-"""A program of two ranks: one optimizer step of several microbatches, and how many numbers of whole gradients a rank ever kept."""
+"""A program of two ranks: one optimizer step of several microbatches, and how many numbers of whole
+gradients a rank ever kept."""
 
 from __future__ import annotations
 

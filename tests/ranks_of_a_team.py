@@ -1,4 +1,5 @@
-"""A program of four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and how far apart they come out."""
+"""A program of four ranks: RL and SFT of small models where 1, 2 and 4 ranks share each row, and
+how far apart they come out."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ SHARED = (1, 2, 4)
 LOUD: JsonDict = {"kl": "loss", "kl_coef": 0.3, "entropy_coef": 0.01, "importance_high": 1.05, "learning_rate": 1e-3}
 OPTIONS: dict[str, JsonDict] = {
     "ppo": {"num_steps": 2},
-    "gspo": {"num_steps": 1, "objective": "gspo", "aggregation": "sequence_mean", "importance": "sequence_truncate", "importance_high": 1.1},
+    "gspo": {"num_steps": 1, "objective": "gspo", "aggregation": "sequence_mean",
+             "importance": "sequence_truncate", "importance_high": 1.1},
     "kl in the reward": {"num_steps": 2, "kl": "reward", "kl_estimator": "k1", "aggregation": "fixed_length"},
 }  # fmt: skip
 PLAIN: JsonDict = world.MODEL | {"model_type": "llama", "tie_word_embeddings": False}
 WINDOWS: JsonDict = world.MODEL | {
-    "model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+    "model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
     "query_pre_attn_scalar": 16,
 }  # fmt: skip
 EXPERTS: JsonDict = world.MODEL | {
@@ -37,8 +40,10 @@ EXPERTS: JsonDict = world.MODEL | {
     "num_experts_per_tok": 2,
 }
 LATENT: JsonDict = {
-    **world.MODEL, "model_type": "deepseek_v3", "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    **world.MODEL, "model_type": "deepseek_v3", "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 MODELS: dict[str, JsonDict] = {
@@ -49,7 +54,8 @@ MODELS: dict[str, JsonDict] = {
 def whole(resident: Resident, values: list[Tensor]) -> dict[str, Tensor]:
     """Rows of all ranks put together, of what is kept beside each trained parameter."""
     return {
-        name: DTensor.from_local(value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()).full_tensor()
+        name: DTensor.from_local(value, parameter.device_mesh, parameter.placements, shape=parameter.shape,
+                                 stride=parameter.stride()).full_tensor()
         for (name, parameter), value in zip(resident.policy.trained(), values, strict=True)
     }  # fmt: skip
 
@@ -79,7 +85,10 @@ def distance(here: dict[str, Tensor], there: dict[str, Tensor]) -> float:
 
 
 def main(folder: Path, *names: str) -> None:
-    """`names`: of models, each followed by options (sft or one of OPTIONS) after a colon. Example: "llama:sft,gspo"."""
+    """`names`: of models, each followed by options (sft or one of OPTIONS) after a colon.
+
+    Example: "llama:sft,gspo".
+    """
     gangs = {count: join_gang(world.options(folder, tokens_max=128, ranks=4, context_ranks=count)) for count in SHARED}
     first, seen = gangs[1], []
 

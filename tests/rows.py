@@ -1,4 +1,5 @@
-"""The Parquet files of a store as any other tool reads them: rows are dicts, and the schemas stand here in full."""
+"""The Parquet files of a store as any other tool reads them: rows are dicts, and
+the schemas stand here in full."""
 
 from __future__ import annotations
 
@@ -44,16 +45,19 @@ ROLLOUTS = pa.schema(
         ("finish_reason", pa.string()),
         ("seed", pa.int64()),
         ("engine", pa.string()),
-        ("environment", pa.string()),  # JSON: reward, num_turns, fault, metrics, messages; empty without an environment
+        # JSON: reward, num_turns, fault, metrics, messages; empty without an environment
+        ("environment", pa.string()),
     ]
 )
 SCORES = pa.schema([*ROLLOUTS, ("reward", pa.float64()), ("reward_parts", pa.string()), ("reward_fault", pa.string())])
 BATCH = pa.schema([*SCORES, ("advantage", pa.float64())])
 CARRIED_ROLLOUT = [
-    "group_index", "rollout_index", "completion_tokens", "rollout_logprobs", "weight_versions", "finish_reason", "seed", "engine",
+    "group_index", "rollout_index", "completion_tokens", "rollout_logprobs", "weight_versions", "finish_reason", "seed",
+    "engine",
 ]  # fmt: skip
 CARRIED = pa.schema([
-    *PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32()), ("environment", pa.string()),
+    *PROMPT_FIELDS, *(ROLLOUTS.field(name) for name in CARRIED_ROLLOUT), ("num_tokens_expired", pa.int32()),
+    ("environment", pa.string()),
 ])  # fmt: skip
 PASS_RATES = pa.schema([("prompt_id", pa.string()), ("num_groups", pa.int32()), ("pass_rate", pa.float64())])
 GAPS = pa.schema([("group_index", pa.int32()), ("rollout_index", pa.int32()), ("gap", pa.list_(pa.float16()))])

@@ -1,4 +1,5 @@
-"""A real S3 server (SeaweedFS), and a proxy before it that counts requests, holds them up, and loses answers."""
+"""A real S3 server (SeaweedFS), and a proxy before it that counts requests,
+holds them up, and loses answers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class S3Server:
 
 @contextlib.contextmanager
 def serving(folder: Path, node: Node = HERE) -> Iterator[S3Server]:
-    """A server whose files are in `folder`, and whose address and keys are in the environment meanwhile."""
+    """A server whose files are in `folder`, and whose address and keys
+    are in the environment meanwhile."""
     port = free_port()
     process = _start_weed(folder, port, node)
     environment = {
@@ -75,8 +77,10 @@ def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Pope
     ports = ["master", "volume", "filer"]
     options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
     command = [
-        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", f"-ip={node.address}", f"-ip.bind={node.address}",
-        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}", f"-admin.port.grpc={free_port()}",
+        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}",
+        f"-ip={node.address}", f"-ip.bind={node.address}",
+        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}",
+        f"-admin.port.grpc={free_port()}",
         "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,
     ]  # fmt: skip
@@ -114,11 +118,12 @@ class S3Request:
 class S3Proxy:
     """Hands every request to the server behind it, and writes it down.
 
-    `loses`: whether the answer to a request is lost: the server has done it, and the client sees a closed connection.
-    `holds`: whether a request, by its method and its path with the query, waits before it reaches the server, until `release` is set;
-    `drops`: whether it is thrown away then, as one of a process that is gone.
-    `faults`: what is done to a request instead, by its method and its path with the query: a status to answer, `reset`, or `hang`
-    (nothing is answered for HANG_S, then the connection is closed). Empty: nothing.
+    `loses`: whether the answer to a request is lost: the server has done it, and the client sees a
+    closed connection. `holds`: whether a request, by its method and its path with the query, waits
+    before it reaches the server, until `release` is set; `drops`: whether it is thrown away then,
+    as one of a process that is gone. `faults`: what is done to a request instead, by its method and
+    its path with the query: a status to answer, `reset`, or `hang` (nothing is answered for HANG_S,
+    then the connection is closed). Empty: nothing.
     """
 
     def __init__(self, endpoint: str) -> None:

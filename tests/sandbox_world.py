@@ -1,7 +1,9 @@
-"""Programs that try to do harm, and how each must end. Run as a script in other worlds too: standard library and rlpipe only.
+"""Programs that try to do harm, and how each must end.
 
-None can hurt the machine when the sandbox fails: forks stop at 100, memory is never touched, writing stops at 1 GB, the killed process
-is one that the test has started for that.
+Run as a script in other worlds too: standard library and rlpipe only.
+
+None can hurt the machine when the sandbox fails: forks stop at 100, memory is never touched,
+writing stops at 1 GB, the killed process is one that the test has started for that.
 """
 
 import json
@@ -25,7 +27,8 @@ PATIENT = ProgramLimits(time_s=DEADLINE_S, total_s=DEADLINE_S, memory_mb=256, pr
 LOOP_S = 0.3  # short: what loops is given up
 HASTY = ProgramLimits(time_s=LOOP_S, total_s=DEADLINE_S, memory_mb=256, processes=4, files_mb=8)
 
-# name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An output of None: see `judge`.
+# name: (limits, source, status, output). TARGET, SECRET, PORT, SOCKET and MARK are put in. An
+# output of None: see `judge`.
 HOSTILE: dict[str, tuple[ProgramLimits, str, str, str | None]] = {
     "forks": (
         PATIENT,
@@ -176,27 +179,36 @@ REFUSED: dict[str, list[str]] = {
         "call('syscall', 425, 8, bytes(120))",  # io_uring
         "call('syscall', 0x40000000 + 41, 2, 1, 0)",  # socket of the x32 ABI
         "call('syscall', 435, struct.pack('=11Q', 0x10000000, *[0] * 10), 88)",  # clone3, user namespace
-        "call('unshare', 0x10000000)", "call('setns', 0, 0)", "call('mount', b'none', b'/', b'tmpfs', 0, None)", "os.chroot('.')",
+        "call('unshare', 0x10000000)", "call('setns', 0, 0)", "call('mount', b'none', b'/', b'tmpfs', 0, None)",
+        "os.chroot('.')",
     ],
     "memory that outlives, or is not counted": [
-        "call('shmget', 0, 1 << 20, 0o1600)", "call('shmctl', 0, 0, None)", "call('msgget', 0, 0o1600)", "call('semget', 0, 1, 0o1600)",
+        "call('shmget', 0, 1 << 20, 0o1600)", "call('shmctl', 0, 0, None)", "call('msgget', 0, 0o1600)",
+        "call('semget', 0, 1, 0o1600)",
         "os.memfd_create('memory')",
     ],
     "other processes": [
-        "call('ptrace', 16, TARGET, 0, 0)", "resource.prlimit(TARGET, resource.RLIMIT_CPU, (0, 0))", "os.pidfd_open(TARGET)",
-        "open('/proc/TARGET/maps').read()", "open('/proc/self/mem')", "os.listdir('/proc')", "os.readlink('/proc/TARGET/exe')",
+        "call('ptrace', 16, TARGET, 0, 0)", "resource.prlimit(TARGET, resource.RLIMIT_CPU, (0, 0))",
+        "os.pidfd_open(TARGET)",
+        "open('/proc/TARGET/maps').read()", "open('/proc/self/mem')", "os.listdir('/proc')",
+        "os.readlink('/proc/TARGET/exe')",
         "os.kill(-1, 9) or os.kill(TARGET, 0)", "call('syscall', 424, 0, 9, None, 0)",
     ],
     "folders of others": [
-        "open('/tmp/MARK', 'w')", "os.symlink('SECRET', '/tmp/MARK')", "os.link('SECRET', 'copy')", "os.rename('SECRET', 'copy')",
-        "os.unlink('SECRET')", "os.truncate('SECRET', 0)", "os.open('SECRET', os.O_RDONLY | os.O_TRUNC)", "os.listdir('/tmp')",
-        "os.symlink('SECRET', 's') or open('s').read()", "open('/dev/shm/MARK', 'w')", "os.mknod('disk', 0o60600, 0x800)", "open('/etc/passwd').read()",
+        "open('/tmp/MARK', 'w')", "os.symlink('SECRET', '/tmp/MARK')", "os.link('SECRET', 'copy')",
+        "os.rename('SECRET', 'copy')",
+        "os.unlink('SECRET')", "os.truncate('SECRET', 0)", "os.open('SECRET', os.O_RDONLY | os.O_TRUNC)",
+        "os.listdir('/tmp')",
+        "os.symlink('SECRET', 's') or open('s').read()", "open('/dev/shm/MARK', 'w')",
+        "os.mknod('disk', 0o60600, 0x800)", "open('/etc/passwd').read()",
         "open(os.__file__, 'a')", "open('/dev/tty')",
     ],
-    "rights": ["os.setuid(0)", "os.setgroups([0])", "os.setresuid(0, 0, 0)", "call('capset', struct.pack('=Ii', 0x20080522, 0), b'\\xff' * 24)"],
+    "rights": ["os.setuid(0)", "os.setgroups([0])", "os.setresuid(0, 0, 0)",
+               "call('capset', struct.pack('=Ii', 0x20080522, 0), b'\\xff' * 24)"],
     "limits": [
         "resource.setrlimit(resource.RLIMIT_NPROC, (1000, 1000))", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-        "[os.dup(0) for _ in range(100)]", "[threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(200)]",
+        "[os.dup(0) for _ in range(100)]",
+        "[threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(200)]",
     ],
 }  # fmt: skip
 for name, acts in REFUSED.items():
@@ -216,7 +228,7 @@ for act in [lambda: os.chmod("SECRET", 0o777), lambda: os.utime("SECRET", (0, 0)
     except OSError:
         pass
 print("tried")
-""",
+""",  # noqa: E501
         "ok",
         "tried",
     ),
@@ -258,7 +270,10 @@ if os.fork() == 0:
     ),
     "stops its watchers": (
         HASTY,
-        "import os, signal\nfor pid in (0, -1, os.getppid()):\n    try:\n        os.kill(pid, signal.SIGSTOP)\n    except OSError:\n        pass",
+        (
+            "import os, signal\nfor pid in (0, -1, os.getppid()):\n    try:\n        os.kill(pid, signal.SIGSTOP)\n"
+            "    except OSError:\n        pass"
+        ),
         "timeout",
         "",
     ),
@@ -368,7 +383,8 @@ KILLED = ("starter", "upper supervisor", "lower supervisor")
 
 
 def kill_above_a_daemon(python: str, killed: str, time_s: float) -> None:
-    """SIGKILL to one of the processes above a program that has made a daemon; returns when the daemon has ended."""
+    """SIGKILL to one of the processes above a program that has made a daemon;
+    returns when the daemon has ended."""
     mark = f"{int.from_bytes(os.urandom(4), 'big') + 100000}"
     pipe = subprocess.PIPE
     starter = subprocess.Popen(
@@ -403,7 +419,10 @@ def _children(parent: int) -> list[int]:
 
 
 def judge(name: str, world: str, got: dict[str, Any]) -> None:
-    """Asserts that a hostile program ended as documented. `world`: "root", "container" (root who cannot mount) or "user"."""
+    """Asserts that a hostile program ended as documented.
+
+    `world`: "root", "container" (root who cannot mount) or "user".
+    """
     _, _, status, output = HOSTILE[name]
     assert got["status"] == status, got
     if name == "forks":
@@ -427,7 +446,8 @@ DOCKER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)  # of a c
 
 
 def enter_container() -> None:
-    """From here on this process has no more rights than in a usual container: no mounts, no namespaces."""
+    """From here on this process has no more rights than in a usual
+    container: no mounts, no namespaces."""
     words = struct.pack("=2I", sum(1 << bit for bit in DOCKER_CAPABILITIES), 0)
     kept = (words[:4] * 2 + bytes(4)) + (words[4:] * 2 + bytes(4))
     for bit in set(range(41)) - set(DOCKER_CAPABILITIES):

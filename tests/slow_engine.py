@@ -1,4 +1,5 @@
-"""A played engine behind HTTP that speaks SGLang's /generate as a stream, as slowly as wanted, and may fall silent or be killed."""
+"""A played engine behind HTTP that speaks SGLang's /generate as a stream, as slowly as wanted, and
+may fall silent or be killed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PROMPT = [5, 17, 200]
 
 
 def token_at(position: int) -> int:
-    """What stands at a position of every text that this engine writes: so a seam in a completion shows."""
+    """What stands at a position of every text that this engine writes:
+    so a seam in a completion shows."""
     return position * 7919 % 1000
 
 

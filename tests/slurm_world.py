@@ -1,4 +1,5 @@
-"""A real Slurm of several nodes on this machine, in a network and mount namespace of its own: each node an address, CPUs and GPUs claimed."""
+"""A real Slurm of several nodes on this machine, in a network and mount namespace of its own: each
+node an address, CPUs and GPUs claimed."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Slurm:
         (folder / "hosts").write_text(
             "127.0.0.1 localhost\n" + "".join(f"{to} {name}\n" for name, to in addresses.items())
         )
-        nodes = [f"NodeName=n{index} NodeHostname={host} NodeAddr=10.9.9.{index + 1} Port={17010 + index} CPUs=64 RealMemory=1000 Gres=gpu:8"
+        nodes = [(f"NodeName=n{index} NodeHostname={host} NodeAddr=10.9.9.{index + 1} Port={17010 + index} CPUs=64 "
+                  "RealMemory=1000 Gres=gpu:8")
                  for index in range(NODES)]  # fmt: skip
         partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
         (folder / "slurm.conf").write_text("\n".join([CONF.format(host=host, folder=folder), *nodes, partition, ""]))
@@ -89,7 +91,8 @@ class Slurm:
         )
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        """The output of a command on the login node; AssertionError with its errors when it fails."""
+        """The output of a command on the login node; AssertionError
+        with its errors when it fails."""
         told = subprocess.run(
             self._inside(*command, cwd=cwd),
             capture_output=True,

@@ -1,4 +1,5 @@
-"""What a team has, on one machine: a Prefect server on Postgres, a worker for each of the three pools, MLflow, an S3 server."""
+"""What a team has, on one machine: a Prefect server on Postgres, a worker for each of the three
+pools, MLflow, an S3 server."""
 
 from __future__ import annotations
 
@@ -52,8 +53,10 @@ def team_stand(path: Path, s3: S3Server) -> Iterator[TeamStand]:
     with contextlib.ExitStack() as stack:
         stand = TeamStand(path, s3, stack.enter_context(running_postgres()))
         stack.callback(lambda: [kill_tree(process) for process in reversed(stand.processes.values())])
-        stand.spawn_program("mlflow", str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(stand.mlflow_port),
-                            "--backend-store-uri", f"sqlite:///{path}/mlflow.db", "--artifacts-destination", f"{path}/artifacts",
+        stand.spawn_program("mlflow", str(BIN / "mlflow"), "server", "--host",
+                            "127.0.0.1", "--port", str(stand.mlflow_port),
+                            "--backend-store-uri", f"sqlite:///{path}/mlflow.db",
+                            "--artifacts-destination", f"{path}/artifacts",
                             "--workers", "1")  # fmt: skip
         stand.start_server()
         stand.wait_ready()

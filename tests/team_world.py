@@ -1,4 +1,5 @@
-"""Ranks that share rows, as threads of one process: what they exchange lies on a table between them."""
+"""Ranks that share rows, as threads of one process: what they
+exchange lies on a table between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LoRA: what an adapter computes is what peft computes of the same files; only the adapter is trained, kept and stored."""
+"""LoRA: what an adapter computes is what peft computes of the same files; only the adapter is
+trained, kept and stored."""
 
 from __future__ import annotations
 
@@ -44,8 +45,10 @@ from tests import trainer_world as world
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 ADAPTER = Adapter(4, 6.0)
 FAMILIES = ["qwen2", "llama", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "mamba", "falcon_h1"]
-OTHERS = ["qwen3", "qwen3_next", "qwen3_5", "llama4_text", "mistral", "mixtral", "gemma2", "gpt_oss", "olmo3", "exaone4", "cohere2", "granite",
-          "lfm2", "jamba", "falcon_mamba", "glm4_moe", "opt", "bloom", "recurrent_gemma", "smollm3", "apertus", "afmoe", "jetmoe"]  # fmt: skip
+OTHERS = ["qwen3", "qwen3_next", "qwen3_5", "llama4_text", "mistral", "mixtral", "gemma2", "gpt_oss",
+          "olmo3", "exaone4", "cohere2", "granite",
+          "lfm2", "jamba", "falcon_mamba", "glm4_moe", "opt", "bloom", "recurrent_gemma", "smollm3",
+          "apertus", "afmoe", "jetmoe"]  # fmt: skip
 TOKENS = torch.arange(24)[None] * 7 % 96
 
 
@@ -138,7 +141,8 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_on_any_number_of_ranks() 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_a_family_s_layers_all_use_what_is_beside_them(tmp_path: Path, family: str) -> None:
-    """With the adapter beside it computes what it computes with the adapter merged into its weights: none is read past the layer."""
+    """With the adapter beside it computes what it computes with the adapter merged into its
+    weights: none is read past the layer."""
     lm = small_model(small_config(AutoConfig.for_model(family)))
     lm.save_pretrained(tmp_path / "base")
     values = with_values(lm, ADAPTER)
@@ -371,7 +375,8 @@ def files_of(trainer: Trainer, ref: ArtifactRef) -> list[Any]:
 def test_the_reference_is_the_resident_policy_with_another_adapter(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, after_sft: bool
 ) -> None:
-    """Off where RL starts from the base, that of version 0 after SFT: no second model, and the numbers of one."""
+    """Off where RL starts from the base, that of version 0 after SFT: no second
+    model, and the numbers of one."""
     store, ref = trainer.gang.store, base(trainer)
     start = trained(trainer, ref)["policy"] if after_sft else ref
     data = world.batch(store, "batch", world.rollout_rows(6, 4))

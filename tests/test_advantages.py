@@ -28,7 +28,8 @@ seeds = st.integers(0, 10_000)
 
 
 def batch(seed: int, groups: list[list[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.random.Generator]:
-    """rewards_B, group_index_B, a ragged mask_BT with rows and sometimes everything masked, and the randomness that is left."""
+    """rewards_B, group_index_B, a ragged mask_BT with rows and sometimes everything masked, and the
+    randomness that is left."""
     random = np.random.default_rng(seed)
     rewards_B = np.array([reward for group in groups for reward in group])
     group_index_B = np.array([7 * number for number, group in enumerate(groups) for _ in group])
@@ -84,7 +85,8 @@ def test_reinforce_plus_plus_equals_the_oracle(
 def test_token_advantages_are_those_of_the_estimator(
     estimator: str, groups: list[list[float]], seed: int, kl_coef: float | None
 ) -> None:
-    """What the trainer and the filter call: the KL is subtracted per token, or as its sum over the rollout."""
+    """What the trainer and the filter call: the KL is subtracted per token,
+    or as its sum over the rollout."""
     rewards_B, group_index_B, mask_BT, random = batch(seed, groups)
     kl_BT = random.random(mask_BT.shape) * mask_BT
     lengths_B, kept = mask_BT.sum(-1), mask_BT > 0
@@ -148,5 +150,8 @@ def test_unknown_estimators_are_named() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, rlpipe.algorithms.advantages, rlpipe.trainer.process, rlpipe.trainer.jobs; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, rlpipe.algorithms.advantages, rlpipe.trainer.process, rlpipe.trainer.jobs; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

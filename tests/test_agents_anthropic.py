@@ -1,4 +1,5 @@
-"""The endpoint, asked by the anthropic package as it comes from PyPI: the same rollout as by OpenAI's."""
+"""The endpoint, asked by the anthropic package as it comes from PyPI:
+the same rollout as by OpenAI's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A call that a client sends again is given the reply of that call, not of another that says the same."""
+"""A call that a client sends again is given the reply of that call, not
+of another that says the same."""
 
 from __future__ import annotations
 
@@ -204,7 +205,8 @@ class Line:
 
 @given(events=st.lists(st.tuples(st.sampled_from(["call", "hang up", "answer"]), st.integers(0, 5)), max_size=30))
 async def test_no_two_clients_hear_the_same_reply_and_no_call_is_made_twice(events: list[tuple[str, int]]) -> None:
-    """Of any number of equal calls, where each request comes, and each end of a connection is seen."""
+    """Of any number of equal calls, where each request comes, and
+    each end of a connection is seen."""
     sent, clients, heard = SentCalls(), list[tuple[SentCall, SentRequest]](), list[SentCall]()
 
     async def answer() -> Any:

@@ -1,4 +1,5 @@
-"""An agent that ends while calls of its own are in flight: they end with it, on the engine too, and nothing shows that they ever were."""
+"""An agent that ends while calls of its own are in flight: they end with it, on the engine too, and
+nothing shows that they ever were."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ async def test_a_second_try_asks_the_same_call_anew(engine: SlowEngine, tokenize
 async def test_what_was_kept_and_not_given_is_forgotten_by_the_log_too(
     tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
-    """The agent ends while its reply is on its way to the store: a process that takes over would give it at once."""
+    """The agent ends while its reply is on its way to the store: a process that
+    takes over would give it at once."""
     store, place, pool, written = open_store(f"file://{tmp_path}"), (0, 1), GatedPool(is_open=True), asyncio.Event()
     log = CallLog(store, "shard")
 
@@ -108,7 +110,8 @@ async def test_what_was_kept_and_not_given_is_forgotten_by_the_log_too(
 
 @dataclass
 class GatedPool:
-    """Answers a call when it is let, with tokens that depend on its seed; all at once when the agent ends."""
+    """Answers a call when it is let, with tokens that depend on its seed;
+    all at once when the agent ends."""
 
     is_open: bool = False
     groups: list[GroupRequest] = field(default_factory=list)
@@ -170,7 +173,8 @@ STEPS = st.lists(
 async def run_try(
     rollout: AgentRollout, pool: GatedPool, store: Store, steps: list[Any]
 ) -> tuple[list[ChatRequest], int]:
-    """One try that ends after these steps, wherever its calls are then: what was asked, in order, and how many choices were given."""
+    """One try that ends after these steps, wherever its calls are then: what was asked, in order,
+    and how many choices were given."""
     requests, num_given = list[ChatRequest](), 0
     store.is_open, pool.waiting, store.waiting = False, [], []
     calls = list[asyncio.Task[GivenReplies]]()
@@ -227,7 +231,8 @@ def test_wherever_calls_are_when_their_agent_ends_only_what_was_answered_was_eve
             assert len(rollout.conversation.nodes) == num_given
         if len(tries) == 1:
             assert {*store.kept} == given_ever
-        # a process that takes over, and an agent that asks the same: what was answered is answered as it was, and no engine is asked for it
+        # a process that takes over, and an agent that asks the same: what was answered is answered
+        # as it was, and no engine is asked for it
         kept = {call: store.kept[call] for call in rollout._answered}
         again = rollout_in_flight(nobody := GatedPool(), tokenizer, dict(kept), keep_nothing)
         async with again.one_try():

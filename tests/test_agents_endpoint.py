@@ -1,4 +1,5 @@
-"""The endpoint, asked by the openai package as it comes from PyPI: what is answered, and what is recorded of it."""
+"""The endpoint, asked by the openai package as it comes from PyPI: what is
+answered, and what is recorded of it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ async def client_of(rollout: AgentRollout) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def use_the_tool(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[Any], str]:
-    """One turn with a tool call, one with the answer: the conversation after it, and what was said at last."""
+    """One turn with a tool call, one with the answer: the conversation after
+    it, and what was said at last."""
     first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
     [call] = first.choices[0].message.tool_calls or []
     messages = [*messages, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "12"}]
@@ -62,7 +64,8 @@ async def test_a_tool_call_and_its_answer_are_one_branch_of_the_tokens_that_were
         assert call.type == "function" and json.loads(call.function.arguments) == {"expression": "3*4"}
         # the agent's own JSON: other white space, another order
         said = {"role": "assistant", "content": None, "tool_calls": [
-            {"id": call.id, "type": "function", "function": {"name": "calculator", "arguments": ' { "expression" :"3*4"}'}}]}  # fmt: skip
+            {"id": call.id, "type": "function",
+             "function": {"name": "calculator", "arguments": ' { "expression" :"3*4"}'}}]}  # fmt: skip
         news = {"role": "tool", "tool_call_id": call.id, "content": "12"}
         second = await client.chat.completions.create(model="policy", messages=[*ASKED, said, news], tools=[TOOL])  # type: ignore[list-item]
         assert second.choices[0].message.content == ANSWER and second.choices[0].finish_reason == "stop"
@@ -148,7 +151,8 @@ async def test_choices_are_branches_and_logprobs_are_those_of_the_engine(
 
 @pytest.mark.parametrize(
     ("limits", "code", "reason"),
-    [({"calls": 1}, "turns_max", "turns"), ({"tokens": 32}, "context_length_exceeded", "length"), ({"context": 40}, "context_length_exceeded", "length")],
+    [({"calls": 1}, "turns_max", "turns"), ({"tokens": 32}, "context_length_exceeded", "length"),
+     ({"context": 40}, "context_length_exceeded", "length")],
 )  # fmt: skip
 async def test_a_limit_refuses_the_next_call_and_is_the_finish_reason(
     limits: dict[str, int], code: str, reason: str, pool: SpokenPool, tokenizer: ChatTokenizer
@@ -231,7 +235,8 @@ async def test_a_reply_that_was_cut_off_is_the_reason_whatever_is_refused_after_
 @pytest.mark.parametrize(
     "asked",
     [{"stop": ["."]}, {"response_format": {"type": "json_object"}}, {"tools": [TOOL], "tool_choice": "required"},
-     {"logprobs": True, "top_logprobs": 3}, {"n": 0}, {"logit_bias": {"5": 1}}, {"messages": [{"role": "robot", "content": "x"}]},
+     {"logprobs": True, "top_logprobs": 3}, {"n": 0}, {"logit_bias": {"5": 1}},
+     {"messages": [{"role": "robot", "content": "x"}]},
      {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}],
 )  # fmt: skip
 async def test_what_would_change_the_distribution_is_refused_by_name(

@@ -1,4 +1,5 @@
-"""Agents, as processes, that end while calls of their own are in flight, in every way: engines may sleep once the rollout has ended."""
+"""Agents, as processes, that end while calls of their own are in flight, in every way: engines may
+sleep once the rollout has ended."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("agent", ["python lasting.py", "lasting:agent"])
 @pytest.mark.parametrize(
-    ("what", "fault", "num_tries"), [("well", "", 1), ("raise", "agent_error", 1), ("timeout", "agent_timeout", 1), ("kill", "agent_crash", 2)]
+    ("what", "fault", "num_tries"),
+    [("well", "", 1), ("raise", "agent_error", 1), ("timeout", "agent_timeout", 1), ("kill", "agent_crash", 2)]
 )  # fmt: skip
 async def test_whatever_ends_an_agent_engines_may_sleep_once_its_rollout_has_ended(
     agent: str,

@@ -1,4 +1,5 @@
-"""The processes of agents: whatever one does, its rollout ends with a reason, the others go on, and nothing hangs or is left behind."""
+"""The processes of agents: whatever one does, its rollout ends with a reason, the others go on, and
+nothing hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -60,10 +61,11 @@ if __name__ == "__main__":
     outcome = behave(prompt["answer"])
     if outcome is not None:
         print(json.dumps(outcome))
-'''
+'''  # noqa: E501
 SLEPT_S = 3 * SHORT_S  # what an agent gets that sleeps: an interpreter starts in it
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
-BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout", "kill": "agent_crash", "nan": "agent_invalid",
+BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout",
+       "kill": "agent_crash", "nan": "agent_invalid",
        "text": "agent_invalid", "metric": "agent_invalid"}  # fmt: skip
 
 
@@ -185,7 +187,8 @@ def left_alive(folder: Path) -> list[int]:
 async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_nothing(
     folder: Path, tokenizer: ChatTokenizer
 ) -> None:
-    """Daemons that hold its pipes made each rollout an agent_timeout, and lived on; what it printed was all kept in memory."""
+    """Daemons that hold its pipes made each rollout an agent_timeout, and lived on; what it printed
+    was all kept in memory."""
     (folder / "leaves.py").write_text(LEAVES)
     agents = Agents(RlConfig(agent="python leaves.py", agents_max=1, agent_timeout_s=DEADLINE_S), tokenizer)
     try:

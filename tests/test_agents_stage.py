@@ -1,4 +1,5 @@
-"""The stage generate with an agent: what is in the rollouts, what a limit or a fault becomes, and what a process that takes over asks again."""
+"""The stage generate with an agent: what is in the rollouts, what a limit or a fault becomes, and
+what a process that takes over asks again."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
             0.0
         ) == row["loss_mask"].count(0)
         # what was sampled, in order, is what the mask shows
-        calls = [group for group in pool.groups if row["completion_tokens"][: len(group.prior[0].tokens)] == group.prior[0].tokens.tolist()
+        calls = [group for group in pool.groups if row["completion_tokens"][: len(group.prior[0].tokens)]
+                 == group.prior[0].tokens.tolist()
                  and group.prompt_tokens == row["prompt_tokens"]]  # fmt: skip
         assert len(calls) >= NUM_CALLS and row["loss_mask"][0] == 1 and row["finish_reason"] == "stop"
         record = json.loads(row["environment"])

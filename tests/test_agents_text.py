@@ -1,4 +1,5 @@
-"""What a policy or an agent writes is text, or a counted fault of its rollout: nothing of it is an error of ours, in any template."""
+"""What a policy or an agent writes is text, or a counted fault of its rollout: nothing of it is an
+error of ours, in any template."""
 
 from __future__ import annotations
 
@@ -46,11 +47,13 @@ def nested(levels: int) -> str:
 # texts as JSON has them: with halves of surrogate pairs, and control tokens of the templates
 WORDS = st.one_of(
     st.text(max_size=8),
-    st.sampled_from([r"\ud800", r"\udc00\ud800", "<|im_end|>", "[generation 0]", "</tool_call>", "<tool_call>", r"\u0000", "{{ 1 / 0 }}"]),
+    st.sampled_from([r"\ud800", r"\udc00\ud800", "<|im_end|>", "[generation 0]", "</tool_call>",
+                     "<tool_call>", r"\u0000", "{{ 1 / 0 }}"]),
 )  # fmt: skip
 NUMBERS = st.sampled_from(["NaN", "-Infinity", "1e999", "-0.0", "9" * 4000, "9" * 5000, "1e-400", "0x1", "01"])
 VALUES = st.recursive(
-    st.one_of(NUMBERS, st.sampled_from(["null", "true", "", "'a'", nested(99), nested(600), nested(100_000)]), WORDS.map(lambda word: f'"{word}"')),
+    st.one_of(NUMBERS, st.sampled_from(["null", "true", "", "'a'", nested(99), nested(600), nested(100_000)]),
+              WORDS.map(lambda word: f'"{word}"')),
     lambda values: st.one_of(
         st.lists(values, max_size=3).map(lambda entries: f"[{', '.join(entries)}]"),
         st.lists(st.tuples(WORDS, values), max_size=3).map(
@@ -79,7 +82,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
 
 
 def said(text: str, request: ChatRequest = REQUEST) -> dict[str, Any]:
-    """The message that a completion becomes, as the tokenizer would decode it: without halves of surrogate pairs."""
+    """The message that a completion becomes, as the tokenizer would decode it:
+    without halves of surrogate pairs."""
     return assistant_message(
         text.encode(errors="replace").decode(), request, lambda number: f"functions.calculator:{number}"
     )
@@ -121,12 +125,14 @@ def test_whatever_a_policy_writes_is_a_call_or_text_and_the_conversation_goes_on
 def test_a_call_is_one_up_to_the_depth_that_is_written_again() -> None:
     assert "tool_calls" in said(call_of(f'{{"a": {nested(DEPTH_MAX - 4)}}}'))
     assert "tool_calls" not in said(call_of(f'{{"a": {nested(DEPTH_MAX)}}}'))
-    assert [call["function"]["arguments"] for call in said(call_of('{"a": "</tool_call>"}') + call_of("{}"))["tool_calls"]] == [
+    assert [call["function"]["arguments"]
+            for call in said(call_of('{"a": "</tool_call>"}') + call_of("{}"))["tool_calls"]] == [
         {"a": "</tool_call>"}, {}]  # fmt: skip
 
 
 def test_a_completion_that_opens_calls_and_ends_none_is_read_in_a_moment() -> None:
-    """Each `<tool_call>` was looked for to the end of the text: 7 s of a processor for 96,000 characters."""
+    """Each `<tool_call>` was looked for to the end of the text: 7 s of a
+    processor for 96,000 characters."""
     text = "<tool_call>{}" * 200_000
     assert said(text)["content"] == text
 
@@ -161,7 +167,8 @@ def test_a_reward_that_is_no_finite_number_is_a_fault(reward: Any) -> None:
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded(chats: dict[str, ChatTokenizer]) -> None:
-    """One message of an agent, of 16 MB, kept the interpreter's lock for 17 s: no other rollout was answered meanwhile."""
+    """One message of an agent, of 16 MB, kept the interpreter's lock for 17 s: no other
+    rollout was answered meanwhile."""
     chat, text, tokens, num_turns = chats["qwen2.5"], "12 * 3 is hello " * 60_000, list[int](), 0
     assert len(text) > LONG_CHARS
     encoding = threading.Thread(target=lambda: tokens.extend(chat._encoder.encode(text)))
@@ -175,16 +182,27 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(chats: dict[str, ChatT
 
 BODIES: dict[Wire, dict[str, Any]] = {
     OpenAiWire(None): {  # type: ignore[arg-type]
-        "model": "policy", "messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "a", "content": "1"}],
-        "tools": [TOOL], "tool_choice": "auto", "n": 1, "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "logprobs": True,
+        "model": "policy",
+        "messages": [ASKED,
+                     {"role": "assistant", "content": None,
+                      "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+                     {"role": "tool", "tool_call_id": "a", "content": "1"}],
+        "tools": [TOOL], "tool_choice": "auto", "n": 1, "max_tokens": 5, "stream": True,
+        "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "logprobs": True,
     },
     AnthropicWire(): {
-        "model": "policy", "system": [{"type": "text", "text": "x"}], "max_tokens": 5, "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"},
-        "messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]}],
+        "model": "policy", "system": [{"type": "text", "text": "x"}], "max_tokens": 5, "thinking": {"type": "disabled"},
+        "tool_choice": {"type": "auto"},
+        "messages": [ASKED,
+                     {"role": "assistant",
+                      "content": [{"type": "text", "text": "a"},
+                                  {"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]}],
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}], "stream": False,
     },
 }  # fmt: skip
-ODD: list[Any] = [None, "x", "auto", 5, -1, 1.5, float("nan"), float("inf"), 10**400, True, [], {}, [[]], [5], {"a": 1}, ["a"], [None], [{}], "\ud800", json.loads(nested(150)), json.loads(nested(900))]  # fmt: skip
+ODD: list[Any] = [None, "x", "auto", 5, -1, 1.5, float("nan"), float("inf"), 10**400, True, [], {}, [[]], [5], {"a": 1},
+                  ["a"], [None], [{}], "\ud800", json.loads(nested(150)), json.loads(nested(900))]  # fmt: skip
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

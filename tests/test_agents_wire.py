@@ -1,4 +1,5 @@
-"""What the endpoint writes is strict JSON in the form of its route, whatever the body is and whatever the policy says."""
+"""What the endpoint writes is strict JSON in the form of its route, whatever the body is and
+whatever the policy says."""
 
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ PATHS = {"openai": "/chat/completions", "anthropic": "/messages"}
 BASES: dict[str, Any] = dict(zip(PATHS, BODIES.values(), strict=True))
 # the names that mean something, wherever they stand, and any others
 NAMES = st.one_of(
-    st.sampled_from(sorted({name for body in BODIES.values() for _, name in places(body) if isinstance(name, str)})), st.text(max_size=4)
+    st.sampled_from(sorted({name for body in BODIES.values() for _, name in places(body) if isinstance(name, str)})),
+    st.text(max_size=4)
 )  # fmt: skip
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 200),
-    st.sampled_from([10**400, 1.5, math.nan, math.inf, "\ud800", "auto", "none", "user", "assistant", "tool", "text", "tool_use", "function"]),
+    st.sampled_from([10**400, 1.5, math.nan, math.inf, "\ud800", "auto", "none", "user", "assistant",
+                     "tool", "text", "tool_use", "function"]),
     st.text(max_size=4),
 )  # fmt: skip
 VALUES = st.recursive(
@@ -65,7 +68,8 @@ class Answer:
 
 
 def strictly_read(text: str) -> Any:
-    """As a reader of another language has it: no NaN, no infinite number, no half of a surrogate pair."""
+    """As a reader of another language has it: no NaN, no infinite
+    number, no half of a surrogate pair."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)

@@ -1,4 +1,5 @@
-"""Evaluation metrics: pass@k against drawing every subset, the majority's answer, names that MLflow can keep."""
+"""Evaluation metrics: pass@k against drawing every subset, the majority's
+answer, names that MLflow can keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What preflight says of a damaged model folder, and what of a folder is copied. The damages one by one are in tests/fuzz."""
+"""What preflight says of a damaged model folder, and what of a folder is copied.
+
+The damages one by one are in tests/fuzz.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is used before it is committed: in which order it is committed, and what becomes of it when something fails."""
+"""What is used before it is committed: in which order it is committed, and what
+becomes of it when something fails."""
 
 from __future__ import annotations
 
@@ -204,7 +205,8 @@ async def test_a_run_that_was_taken_over_is_closed_at_once_and_nothing_is_said_o
 async def test_whoever_ends_a_session_asks_the_store_for_seconds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: str
 ) -> None:
-    """The look at the lease, before anything else, waited for five minutes after a person's SIGTERM while S3 was away."""
+    """The look at the lease, before anything else, waited for five minutes after a
+    person's SIGTERM while S3 was away."""
     monkeypatch.chdir(tmp_path)
     bounds: list[float] = []
 

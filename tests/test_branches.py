@@ -1,4 +1,5 @@
-"""`rl.branches = "all"`: each reply is trained once, each rollout counts once, and branches are found wherever their rollouts come from."""
+"""`rl.branches = "all"`: each reply is trained once, each rollout counts once, and branches are
+found wherever their rollouts come from."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_each_reply_is_trained_once(parts: list[tuple[int, int, int]], random: A
 def test_with_masked_truncation_a_whole_reply_is_trained_once_and_one_that_was_cut_never(
     parts: list[tuple[int, int, int]], cut: set[int], random: Any
 ) -> None:
-    """Whole replies of a branch that was cut off later were in no loss, where no branch before it had them."""
+    """Whole replies of a branch that was cut off later were in no loss,
+    where no branch before it had them."""
     nodes, replies = tree_of([(place, max(num_put, 1), max(num_sampled, 1)) for place, num_put, num_sampled in parts])
     inner = {id(node.parent) for node in nodes}
     leaves = [node for node in nodes if id(node) not in inner]
@@ -352,7 +354,9 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
     expected_N, found_N = (
         np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both)
     )
-    starts = {place: found_N[int(start)] for place, start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B, strict=True)}  # fmt: skip
+    starts = {place: found_N[int(start)] for place,
+              start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B,
+                           strict=True)}  # fmt: skip
     assert [starts[place] for place in range(6)] == [
         expected_N[int(start)] for start in np.cumsum(alone.lengths_B) - alone.lengths_B
     ]

@@ -1,4 +1,5 @@
-"""What becomes of rollouts that were cut short: loss masks from spans, expiry, and counts that add up."""
+"""What becomes of rollouts that were cut short: loss masks from spans,
+expiry, and counts that add up."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def rollout(index: int, finish_reason: str, *spans: tuple[int, int]) -> Rollout:
     """A rollout of group 0 whose tokens were sampled by the versions of `spans`."""
     count = sum(tokens for _, tokens in spans)
     return Rollout(
-        prompt_id="words/3", group_index=0, rollout_index=index, prompt="hi", prompt_tokens=PROMPT.prompt_tokens, completion="",
+        prompt_id="words/3", group_index=0, rollout_index=index, prompt="hi", prompt_tokens=PROMPT.prompt_tokens,
+        completion="",
         completion_tokens=np.arange(10, 10 + count, dtype=np.int32), loss_mask=loss_mask(list(spans), 9, True),
         rollout_logprobs=np.full(count, -0.5, dtype=np.float32), weight_version=spans[-1][0] if spans else 9,
         weight_versions=tuple(Span(*span) for span in spans), finish_reason=finish_reason, seed=index,
@@ -105,7 +107,8 @@ def test_a_carried_group_survives_the_store_and_goes_on_where_it_was() -> None:
         Completion(tokens_of([10, 11, 12, 13, 14]), logprobs_of([-0.5] * 5), "abort", [(8, 3), (9, 2)], "engine-0"),
         NOTHING_YET,
     ]
-    assert prior_of(rows[1], 5).finished  # a fork that allows fewer tokens has nothing left to sample
+    # a fork that allows fewer tokens has nothing left to sample
+    assert prior_of(rows[1], 5).finished
 
 
 def test_a_rollout_whose_oldest_token_is_too_old_starts_again_and_is_counted() -> None:
@@ -120,8 +123,10 @@ def test_a_rollout_whose_oldest_token_is_too_old_starts_again_and_is_counted() -
     assert [prior_of(row, 16) for row in (carried[0], carried[1], carried[3])] == [NOTHING_YET] * 3
     told = account([group], [], [], carried, 9, 9)
     assert told == {
-        "rollout/num_sampled": 3, "rollout/num_trained": 0, "rollout/num_filtered": 0, "rollout/num_left_out": 0, "rollout/num_carried": 1,
-        "rollout/num_expired": 2, "rollout/num_unsampled": 1, "rollout/num_continued": 2, "rollout/num_tokens_carried": 4,
+        "rollout/num_sampled": 3, "rollout/num_trained": 0, "rollout/num_filtered": 0,
+        "rollout/num_left_out": 0, "rollout/num_carried": 1,
+        "rollout/num_expired": 2, "rollout/num_unsampled": 1, "rollout/num_continued": 2,
+        "rollout/num_tokens_carried": 4,
         "rollout/num_tokens_expired": 7, "rollout/num_tokens_stale": 0,
     }  # fmt: skip
     assert [row.continues_in(9) for row in group] == [True, True, False, False]

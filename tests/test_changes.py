@@ -1,4 +1,5 @@
-"""Shifts of a series: as often significant as they say where nothing changed, also in small groups, and seen where something did."""
+"""Shifts of a series: as often significant as they say where nothing changed, also in small groups,
+and seen where something did."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_what_is_matched_is_learnt_from_rows_of_other_groups_that_are_alike() ->
 
 
 def test_nothing_is_matched_where_nothing_before_was_alike() -> None:
-    """A straight line through a few near misses says nothing of garbage that is far from all of them."""
+    """A straight line through a few near misses says nothing of
+    garbage that is far from all of them."""
     before, after = np.linspace(0.7, 1.0, 200), np.linspace(0.0, 0.3, 200)
     features = np.concatenate([before, after])[:, None]
     expected, share = matched(features, features[:, 0], np.arange(400) < 200, np.arange(400))

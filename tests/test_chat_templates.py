@@ -1,4 +1,5 @@
-"""Chat templates of real models: the text is transformers', and loss lies on the assistant's text and its end-of-turn token only."""
+"""Chat templates of real models: the text is transformers', and loss lies on the assistant's text
+and its end-of-turn token only."""
 
 from __future__ import annotations
 
@@ -15,9 +16,12 @@ from tests.test_data_chat import CHATML, LLAMA3, QWEN3, make
 
 # as it stands in the metadata of SmolLM2-135M-Instruct's GGUF file (Apache-2.0)
 SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful "
-    "AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "
-    "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful "
+    "AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 DEFAULT_SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 THINKING = QWEN3.replace(
@@ -39,8 +43,10 @@ CHATML_TEXT = (
     "<|im_start|>user\nWhy\n\nso?<|im_end|>\n<|im_start|>assistant\nNo.\n\nYes<|im_end|>\n"
 )
 LLAMA3_TEXT = (
-    "<|bos|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nWhy\n\nso?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nNo.\n\nYes<|eot_id|>"
+    "<|bos|><|start_header_id|>user<|end_header_id|>\n\n"
+    "Hi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy\n\n"
+    "so?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nNo.\n\nYes<|eot_id|>"
 )
 TEXTS = {"chatml": CHATML_TEXT, "llama3": LLAMA3_TEXT, "smollm2": DEFAULT_SYSTEM + CHATML_TEXT}
 
@@ -98,7 +104,8 @@ def test_a_default_system_prompt_gives_way_and_never_carries_loss() -> None:
     )
     given = text_of(chat, chat.encode_prompt([SYSTEM, USER]))
     assert given == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    # the assistant speaks first, and says what stands in the default system prompt or in a token's name
+    # the assistant speaks first, and says what stands in the default
+    # system prompt or in a token's name
     for said in ("You", "AI", "im_end"):
         assert pieces(chat, [{"role": "assistant", "content": said}]) == [[*said, "<|im_end|>"]]
 
@@ -131,7 +138,8 @@ TOOL = {
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize(
     ("template", "variables"),
-    [(CHATML, {}), (LLAMA3, {}), (SMOLLM2, {}), (QWEN3, {}), (THINKING, {"enable_thinking": False}), (TOOLS, {"tools": [TOOL]}),
+    [(CHATML, {}), (LLAMA3, {}), (SMOLLM2, {}), (QWEN3, {}), (THINKING, {"enable_thinking": False}),
+     (TOOLS, {"tools": [TOOL]}),
      ("{{ documents | tojson }}{{ style }}" + CHATML, {"documents": [{"title": "a"}], "style": "x"})],
 )  # fmt: skip
 def test_the_text_is_that_of_transformers(
@@ -153,17 +161,23 @@ def test_the_text_is_that_of_transformers(
 
 
 NESTED = {
-    "städte": [{"z": "Orléans", "a": None, "中": [1, -2.5, True, {}]}, []], "Zoë": {"b": {"10": 1, "9": "😀\u2028</s>"}, "a": "\"\\\n"}, "": 1e-7,
+    "städte": [{"z": "Orléans", "a": None, "中": [1, -2.5, True, {}]}, []],
+    "Zoë": {"b": {"10": 1, "9": "😀\u2028</s>"}, "a": "\"\\\n"}, "": 1e-7,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "options",
-    ["", "separators=(',', ':')", "separators=[', ', ' = ']", "sort_keys=True", "indent=2", "indent=0", "indent='\t'", "ensure_ascii=False", "ensure_ascii=true",
-     "indent=2, sort_keys=true, separators=(',', ':')", "ensure_ascii=True, sort_keys=True, separators=(',', ':')", "true, 1, (';', ':'), true"],
+    ["", "separators=(',', ':')", "separators=[', ', ' = ']", "sort_keys=True", "indent=2", "indent=0", "indent='\t'",
+     "ensure_ascii=False", "ensure_ascii=true",
+     "indent=2, sort_keys=true, separators=(',', ':')", "ensure_ascii=True, sort_keys=True, separators=(',', ':')",
+     "true, 1, (';', ':'), true"],
 )  # fmt: skip
 def test_what_a_template_writes_as_json_is_what_transformers_writes(options: str) -> None:
-    calls = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson(OPTIONS) }}{% endfor %}{% endfor %}"
+    calls = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson(OPTIONS) }}{% endfor %}{% endfor %}"
+    )
     template = ("{{ tools | tojson(OPTIONS) }}" + calls + CHATML).replace("OPTIONS", options)
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": NESTED}}
     talk = [USER, {**ASSISTANT, "tool_calls": [call]}, USER]

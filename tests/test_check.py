@@ -1,4 +1,5 @@
-"""scripts/check.sh, with tools that are played: which parts run, on which files, and what it says of them in the end."""
+"""scripts/check.sh, with tools that are played: which parts run, on which files, and
+what it says of them in the end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.deadlines import DEADLINE_S
 ROOT = Path(__file__).parent.parent
 TEST = ["ruff check .", "ruff format --check .", "pyright", "unit tests", "pipelines tests/test_first.py"]
 REST = ["slow unit tests tests/test_slow.py", "end-to-end tests tests/test_first.py"]
-# what a tool that is played writes down: its command line, or the name of the part and the files that pytest is given
+# what a tool that is played writes down: its command line, or the name of the part and
+# the files that pytest is given
 TOOL = """#!/bin/bash
 part="${0##*/}${*:+ $*}"
 files=${part##*nightly}

@@ -1,7 +1,9 @@
-"""What every client and its engine do together, whichever protocol is between them; plus what only vLLM does.
+"""What every client and its engine do together, whichever protocol is between
+them; plus what only vLLM does.
 
-RLPIPE_TEST_ENGINE=vllm runs these against a real vLLM on this CPU, started by the host's own command with the interpreter of the
-virtual environment VLLM_VENV (`make test-vllm`); the other kinds are those of `engine_fixtures`.
+RLPIPE_TEST_ENGINE=vllm runs these against a real vLLM on this CPU, started by the host's own
+command with the interpreter of the virtual environment VLLM_VENV (`make test-vllm`); the other
+kinds are those of `engine_fixtures`.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ on_vllm = pytest.mark.skipif(ENGINE_KIND != "vllm", reason="a fact of vLLM")
 
 @functools.cache
 def tied(seed: int) -> Path:
-    """Model `seed` with a tokenizer beside it: without one vLLM lets tokens out of the vocabulary through, and dies."""
+    """Model `seed` with a tokenizer beside it: without one vLLM lets tokens out of
+    the vocabulary through, and dies."""
     folder = scratch() / f"policy-{seed}"
     shutil.copytree(tiny_model(seed), folder)
     build_tokenizer(["text"], folder)
@@ -198,7 +201,10 @@ async def test_logprobs_equal_transformers(client: EngineClient, temperature: fl
 
 
 async def test_logprobs_of_narrowed_sampling(client: EngineClient) -> None:
-    """top_p and top_k keep what they should. What their logprobs are differs: see docs/engines.md."""
+    """top_p and top_k keep what they should.
+
+    What their logprobs are differs: see docs/engines.md.
+    """
     [best] = await sample(client, request(PROMPT, max_new_tokens=1))
     hot = Sampling(max_new_tokens=1, temperature=2.0, ignore_eos=True)  # vLLM refuses more
     narrow = [replace(hot, top_k=1), replace(hot, top_p=1e-6)]
@@ -338,7 +344,8 @@ async def test_a_token_out_of_the_vocabulary_is_refused_and_the_engine_lives(cli
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The process, and all that it started, stand still: what a hung engine looks like from outside."""
+    """The process, and all that it started, stand still: what a hung
+    engine looks like from outside."""
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     # of vLLM only the worker: its HTTP side goes on and says that all is well
     hung = [each for each in processes if ENGINE_KIND != "vllm" or "Worker" in " ".join(each.cmdline())]
@@ -370,7 +377,8 @@ async def test_a_hung_engine_and_an_absent_one_are_not_healthy(client: EngineCli
 
 @on_vllm
 async def test_vllm_reloads_a_tied_export_silently_wrong(client: EngineClient) -> None:
-    """Why the host makes the export untied and proves each load by a probe: vLLM itself says that all is well."""
+    """Why the host makes the export untied and proves each load by a probe:
+    vLLM itself says that all is well."""
     version, tokens = await client.weight_version(), list(range(100, 140))
     expected = reference_logprobs(tiny_model(1), tokens[:1], tokens[1:])
     await client.load(str(tied(1)), version + 1)

@@ -1,4 +1,5 @@
-"""Trainer and engines on the same GPUs: what is refused, what each may take, whose turn it is, in which order which call is made."""
+"""Trainer and engines on the same GPUs: what is refused, what each may take, whose turn it is, in
+which order which call is made."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def config(*sets: str) -> PipelineConfig:
         ([*APART, "engines.nodes=1"], r"engines\.nodes=1: .* on the nodes of the trainer; set it to trainer\.nodes, 2"),
         (
             ["rl.overlap=iteration", "rl.importance=token_truncate"],
-            r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or engines\.colocate = false",
+            (
+                r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or "
+                r"engines\.colocate = false"
+            ),
         ),
         (
             [*ONE_GPU, "engines.gpu_ids=[1]"],
@@ -272,7 +276,8 @@ async def test_memory_is_not_given_back_under_a_rollout(is_cancelled: bool) -> N
         turning = asyncio.create_task(memory.to_trainer())
         await asyncio.sleep(0.05)
         assert memory.turn == "nobody" and pool.version is not None
-        if is_cancelled:  # the engine is told, though the call that it was sent in may go on for others
+        # the engine is told, though the call that it was sent in may go on for others
+        if is_cancelled:
             sampling.cancel()
         await turning
         assert sampling.done() and memory.turn == "trainer" and pool.version is None
@@ -294,7 +299,10 @@ async def test_a_call_that_does_not_end_keeps_no_release_waiting_for_ever(monkey
 async def played_server(
     status: dict[str, int], answer_s: float = 0.0
 ) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
-    """A server that answers everything, and what it was asked: path, key, body. `status`: of paths that are refused."""
+    """A server that answers everything, and what it was asked: path, key, body.
+
+    `status`: of paths that are refused.
+    """
     calls: list[tuple[str, str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -321,7 +329,8 @@ LOADS = {"/update_weights_from_disk", "/collective_rpc"}
 CALLS = {
     "sglang": [
         ("/abort_request", "admin", {"abort_all": True}),
-        ("/flush_cache?timeout=20", "admin", None),  # refused while a request is left: SGLang would die of the release
+        # refused while a request is left: SGLang would die of the release
+        ("/flush_cache?timeout=20", "admin", None),
         ("/release_memory_occupation", "admin", {}),
         ("/resume_memory_occupation", "admin", {}),
     ],

@@ -114,7 +114,8 @@ def test_all_broken_rules_are_reported_together_and_each_begins_with_its_field()
         read_config("tiny", overrides, PRESETS)
     lines = str(refused.value).splitlines()
     assert [re.split("[=:]", line)[0] for line in lines] == [
-        "sft.patience", "rl.group_size", "rl.group_size", "rl.kl_coef", "trainer.nodes", "engines.threads", "stop.kl_max"
+        "sft.patience", "rl.group_size", "rl.group_size", "rl.kl_coef", "trainer.nodes", "engines.threads",
+        "stop.kl_max"
     ]  # fmt: skip
     assert lines[0].startswith("sft.patience=2: waits for")
 

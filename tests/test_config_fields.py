@@ -34,9 +34,18 @@ def test_every_field_is_there_once_with_its_default_bounds_and_whether_it_may_ch
             assert f"{section}.{field}" in names
     lines = "\n".join(field_lines())
     for line in (
-        "seed = 0: The one seed; all randomness derives from it [whole number, from 0, at most 2147483647; fixed for a run]",
-        "rl.mismatch_max = 0.05: Largest expected mean |trainer's - engine's logprobs| at the start [number, above 0; may change]",
-        "engines.hung_timeout_s = 60: An engine that is unwell for so long is restarted, s [number (s), above 0, at most 10000000; may change]",
+        (
+            "seed = 0: The one seed; all randomness derives from it [whole number, from 0, "
+            "at most 2147483647; fixed for a run]"
+        ),
+        (
+            "rl.mismatch_max = 0.05: Largest expected mean |trainer's - engine's logprobs| at the start [number, "
+            "above 0; may change]"
+        ),
+        (
+            "engines.hung_timeout_s = 60: An engine that is unwell for so long is restarted, s [number (s), above 0, "
+            "at most 10000000; may change]"
+        ),
         'rl.kl_estimator = "k3": Estimator of that KL ["k1" or "k2" or "k3" or "abs"; fixed for a run]',
         "none or number, above 1",
         "data.NAME.name (required)",
@@ -75,7 +84,8 @@ def test_a_misspelt_name_has_near_ones(name: str, near: list[str]) -> None:
     [
         ("[rl]\nclip_hihg = 0.3", r"rl\.clip_hihg=0\.3: no such field; did you mean rl\.clip_high\?"),
         ("[rll]\nclip_high = 0.3", r"rll: no such section; did you mean rl\?"),
-        ('[[data]]\nname = "sums"\nuse = "rl"\nsorce = "x"', r"data\.sums\.sorce='x': no such field; did you mean data\.sums\.source\?"),
+        ('[[data]]\nname = "sums"\nuse = "rl"\nsorce = "x"',
+         r"data\.sums\.sorce='x': no such field; did you mean data\.sums\.source\?"),
         ("batch_size = 3", r"batch_size=3: no such field; did you mean sft\.batch_size\?"),
         ("[rl]\nno_such = 3", r"no such field \(`rlpipe fields rl` lists them\)"),
     ],

@@ -1,10 +1,13 @@
-"""A config as the store keeps it: runs that were started with older code go on, and the settings of their stages are the same bytes.
+"""A config as the store keeps it: runs that were started with older code go on, and the settings of
+their stages are the same bytes.
 
-`run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is what its stages/settings.py gave.
-There `rl.reward_fallback` was 0.0 where it was not given. Today it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings of scores, batches and
-evaluations as it changes what they hold; so does `model.control_tokens`, which was not there and is "text". So where settings of then are
-compared with settings of now, what was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it, a
-test of its own says.
+`run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is
+what its stages/settings.py gave. There `rl.reward_fallback` was 0.0 where it was not given. Today
+it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings
+of scores, batches and evaluations as it changes what they hold; so does `model.control_tokens`,
+which was not there and is "text". So where settings of then are compared with settings of now, what
+was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it,
+a test of its own says.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ PRESETS = ROOT / "flows" / "presets"
 RECORD = json.loads((ROOT / "tests" / "run_b8afe6a.json").read_text())
 AS_THEN = ["rl.reward_fallback=0.0", "evaluation.pass_threshold=1.0", "model.control_tokens=as_written"]
 STAGES = [
-    ("base", "tokenizer"), ("base", "policy"), ("base", "probe"), ("base", "evaluation"), ("data", "data"), ("data", "selection"),
+    ("base", "tokenizer"), ("base", "policy"), ("base", "probe"), ("base", "evaluation"),
+    ("data", "data"), ("data", "selection"),
     ("sft", "policy"), ("sft", "state"), ("sft", "evaluation"), *(("rl", stage) for stage in RL_KINDS),
 ]  # fmt: skip
 SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b8afe6a
@@ -47,8 +51,12 @@ SETTINGS = {  # preset and overrides: sha256 of the settings of all stages, at b
     "tiny": "ce2028ea3b7185e4892b24d8d56f7d036cbfd4939c104ea9dc678f59e5231fc8",
     "two-node": "1273d5806d659e0f2210cf86d93d60275a1b38994459ed2fb70c7ae920c071dd",
     "tiny rl.oversampling=2 rl.curriculum=band": "69416b27d1d5962f9dd59fa92d4d17ccf23b121171d517322c757907b8f8aa79",
-    "tiny sft.validation_fraction=0.1 sft.patience=2 seed=7": "870bd746b061d27b14123a895d890c9adbb17db5fd1d805194d834317654bc5d",
-    "sums rl.rollouts_from=run:a rl.kl=loss rl.kl_coef=0.1": "d74ce3813eec2049e14fb2b2b79c8e1342f20fe02f6efb5dd34e04a0afa86817",
+    "tiny sft.validation_fraction=0.1 sft.patience=2 seed=7": (
+        "870bd746b061d27b14123a895d890c9adbb17db5fd1d805194d834317654bc5d"
+    ),
+    "sums rl.rollouts_from=run:a rl.kl=loss rl.kl_coef=0.1": (
+        "d74ce3813eec2049e14fb2b2b79c8e1342f20fe02f6efb5dd34e04a0afa86817"
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""The kernels of flex_attention for a card that is not there. Skipped, visibly, where `make test-cuda-compile` has installed no Triton."""
+"""The kernels of flex_attention for a card that is not there.
+
+Skipped, visibly, where `make test-cuda-compile` has installed no Triton.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The curriculum: every place of the stream is taken or skipped once, it always ends, and a resume draws what was drawn."""
+"""The curriculum: every place of the stream is taken or skipped once, it always ends, and
+a resume draws what was drawn."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_every_place_of_the_stream_is_taken_or_skipped_once(
         taken, position, told = take_accepted(cursor, before, count, accept)
         looked = position["drawn"] - before["drawn"]
         stream, after = cursor.take(before, looked)
-        assert position == after  # the stream's own position: nothing is skipped or repeated by what follows
+        # the stream's own position: nothing is skipped or repeated by what follows
+        assert position == after
         assert len(taken) == count
         assert looked <= max(count, total)  # it ends
         assert not Counter(taken) - Counter(stream)  # none comes twice that the stream has once

@@ -1,4 +1,5 @@
-"""Tokens that only the files beside tokenizer.json add have the ids that transformers gives them, or are refused by name."""
+"""Tokens that only the files beside tokenizer.json add have the ids that transformers gives them,
+or are refused by name."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def folder_with(folder: Path, files: dict[str, Any]) -> Path:
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {str(NEXT): PLAIN, str(NEXT + 1): THINK}}},
-    "decoder that takes spaces": {"tokenizer_config.json": {"added_tokens_decoder": {str(NEXT): PLAIN | {"lstrip": True, "rstrip": True}}}},
+    "decoder that takes spaces": {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(NEXT): PLAIN | {"lstrip": True, "rstrip": True}}}
+    },
     "decoder, and others that do not count": {
         "tokenizer_config.json": {"added_tokens_decoder": {str(NEXT): THINK}},
         "added_tokens.json": {"<tool>": NEXT + 1},
@@ -62,9 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     "config, a list": {"tokenizer_config.json": {"additional_special_tokens": ["[THINK]"]}},
     "config, a name": {"tokenizer_config.json": {"unk_token": "<mine>", "think_token": "[THINK]"}},
     "config, names": {"tokenizer_config.json": {"extra_special_tokens": {"think_token": "[THINK]"}}},
-    "one that is a token of the model already": {"added_tokens.json": {"ĊĊ": make(CHATML)._tokenizer.token_to_id("ĊĊ")}},
+    "one that is a token of the model already": {
+        "added_tokens.json": {"ĊĊ": make(CHATML)._tokenizer.token_to_id("ĊĊ")}
+    },
     "other flags of a known one": {
-        "tokenizer_config.json": {"added_tokens_decoder": {str(NEXT - 1): THINK | {"content": "<|system|>", "rstrip": True}}}
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {str(NEXT - 1): THINK | {"content": "<|system|>", "rstrip": True}}
+        }
     },
 }  # fmt: skip
 

@@ -20,8 +20,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 QWEN3 = """{%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -39,13 +40,18 @@ QWEN3 = """{%- set ns = namespace(last=-1) %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""  # noqa: E501
 MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}[A]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% for m in messages %}{% if m.role == 'assistant' %}[A]{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}\n"
     "{% else %}[U]{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
 )
-REWRITING = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-SPECIALS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|bos|>", "<|pad|>", "<|end|>",
+REWRITING = (
+    "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+            "<|eot_id|>", "<|bos|>", "<|pad|>", "<|end|>",
             "<|user|>", "<|assistant|>", "<|system|>"]  # fmt: skip
 
 SINGLE = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Yo man"}]
@@ -144,7 +150,10 @@ def test_assistant_may_speak_first_and_twice() -> None:
 
 
 def test_template_without_an_end_token_masks_the_whole_turn() -> None:
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    plain = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}"
+        "assistant: {% endif %}"
+    )
     assert masked(make(plain), SINGLE) == ["Yo man\n"]
 
 
@@ -156,7 +165,10 @@ def test_a_tokenizer_that_puts_a_space_before_every_text() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
     tokenizer.add_special_tokens(["</s>"])
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     chat = ChatTokenizer(tokenizer, template, {"eos_token": "</s>"})
     assert masked(chat, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]) == ["yo</s>"]
     assert chat.pad_token_id == chat.eos_token_id
@@ -228,8 +240,10 @@ def test_folder_that_is_no_tokenizer(tmp_path: Path) -> None:
         (QWEN3, "<|end|>", {"<|end|>", "<|im_end|>"}),
         (MARKED, "<|end|>", {"<|end|>", "<|im_end|>"}),
         (CHAT_TEMPLATE, "<|end|>", {"<|end|>"}),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<|end|>", {"<|end|>"}),  # no token ends a turn
-        ("{% if messages|length != 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}", "<|end|>", {"<|end|>"}),
+        # no token ends a turn
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<|end|>", {"<|end|>"}),
+        ("{% if messages|length != 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}",
+         "<|end|>", {"<|end|>"}),
     ],
 )  # fmt: skip
 def test_sampling_stops_at_the_end_of_a_turn_and_of_a_text(template: str, eos: str, stops: set[str]) -> None:

@@ -1,4 +1,5 @@
-"""What an environment says, as tokens that follow the policy's: the conversation of whole turns has the very same tokens."""
+"""What an environment says, as tokens that follow the policy's: the conversation of whole
+turns has the very same tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from tests.test_data_chat import CHATML, LLAMA3, MARKED, QWEN3, TEXT, make, raw
 
 ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", CHAT_TEMPLATE: "<|end|>", MARKED: "<|im_end|>", QWEN3: "<|im_end|>"}
 STRICT = (  # as many templates do: a user's turn and an assistant's turn, no other way
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 SILENT = "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 COUNTING = (
@@ -56,7 +58,10 @@ def test_turns_one_after_another_are_the_conversation(template: str, texts: list
         (CHATML, "\n<|im_start|>tool\n148<|im_end|>\n<|im_start|>assistant\n"),
         (
             LLAMA3,
-            "<|start_header_id|>tool<|end_header_id|>\n\n148<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            (
+                "<|start_header_id|>tool<|end_header_id|>\n\n"
+                "148<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+            ),
         ),
         (QWEN3, "\n<|im_start|>tool\n148<|im_end|>\n<|im_start|>assistant\n"),
         (CHAT_TEMPLATE, "<|tool|>148<|end|><|assistant|>"),

@@ -1,4 +1,5 @@
-"""Data that are damaged, odd or hostile: one line that names the file and row, or the function, and never a traceback."""
+"""Data that are damaged, odd or hostile: one line that names the file and row, or the
+function, and never a traceback."""
 
 import datetime
 import json
@@ -141,7 +142,8 @@ def test_a_bad_csv_is_named(text: bytes, said: str, tmp_path: Path) -> None:
 
 
 def damaged(original: bytes, numbers: random.Random) -> bytes:
-    """The bytes with up to five flipped, sometimes cut; Parquet's footer more often than by chance."""
+    """The bytes with up to five flipped, sometimes cut; Parquet's
+    footer more often than by chance."""
     data = bytearray(original)
     for _ in range(numbers.choice([1, 1, 2, 5])):
         first = numbers.choice([0, max(0, len(data) - 1500)])
@@ -226,7 +228,7 @@ def dies():
 def raises():
     yield {"prompt": "a"}
     raise ValueError("two\\nlines")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -238,7 +240,8 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("functions")
 def test_a_function_in_its_process_gives_the_rows_that_it_gave_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     values: list[Any] = [
-        (1, 2), {1: "x"}, 0.1, np.float32(0.1), np.float64(0.5), np.int64(7), float("nan"), True, 10**30, Decimal("1.50"), Fraction(1, 3),
+        (1, 2), {1: "x"}, 0.1, np.float32(0.1), np.float64(0.5), np.int64(7), float("nan"), True,
+        10**30, Decimal("1.50"), Fraction(1, 3),
     ]  # fmt: skip
     made = load_prompts(config("odd_rows:odd"), 0)
     asked = [
@@ -288,7 +291,10 @@ load_prompts(DataConfig(name="mine", use="rl", source="dying:rows"), 0)
 
 
 def test_the_process_of_a_function_dies_with_its_owner(tmp_path: Path) -> None:
-    source = "import os, time\ndef rows():\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(600)\n    yield {}\n"
+    source = (
+        "import os, time\ndef rows():\n    open('pid', 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n    yield {}\n"
+    )
     (tmp_path / "dying.py").write_text(source)
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
     pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), running=owner))
@@ -335,7 +341,8 @@ def test_an_import_that_waits_is_given_up_with_its_name_and_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = f"waits_{where.__name__}_{beside.__name__}"  # a thread that is left behind holds the lock of its module
+    # a thread that is left behind holds the lock of its module
+    name = f"waits_{where.__name__}_{beside.__name__}"
     (tmp_path / f"{name}.py").write_text("import time\n\n\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(user_code, "IDLE_S", 0.3)
@@ -380,9 +387,12 @@ NO_TEXT: dict[str, tuple[str, dict[str, Any], str]] = {  # use, a row, what is n
     "a prompt of bytes": ("rl", {"prompt": b"x"}, "'prompt' holds bytes (b'x')"),
     "an answer of bytes": ("rl", {"prompt": "x", "answer": b"4"}, "'answer' holds bytes (b'4')"),
     "a message of bytes": ("rl", {"prompt": [{"role": "user", "content": b"x"}]}, "'prompt' holds bytes (b'x')"),
-    "a message of a date": ("rl", {"prompt": [{"role": "user", "content": datetime.date(2024, 1, 1)}]}, "'prompt' holds date"),
-    "a turn of bytes": ("sft", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": b"x"}]}, "'messages' holds bytes"),
-    "a turn of a time": ("sft", {"messages": [{"role": "assistant", "content": datetime.time(1)}]}, "'messages' holds time"),
+    "a message of a date": ("rl", {"prompt": [{"role": "user", "content": datetime.date(2024, 1, 1)}]},
+                            "'prompt' holds date"),
+    "a turn of bytes": ("sft", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": b"x"}]},
+                        "'messages' holds bytes"),
+    "a turn of a time": ("sft", {"messages": [{"role": "assistant", "content": datetime.time(1)}]},
+                         "'messages' holds time"),
     "a completion of bytes": ("sft", {"prompt": "q", "completion": b"x"}, "'completion' holds bytes"),
     "a completion made of bytes": ("sft", {"prompt": "q", "answer": b"x"}, "'answer' holds bytes"),
     "a number": ("sft", {"messages": [{"role": "assistant", "content": Decimal("1.5")}]}, "'messages' holds Decimal"),

@@ -1,4 +1,5 @@
-"""What is refused for its characters would be refused for its tokens, wherever the bound is exact; and where it is not, that is known."""
+"""What is refused for its characters would be refused for its tokens, wherever the bound is exact;
+and where it is not, that is known."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from rlpipe.data.fewest_tokens import ASSUMED_CHARS, FewestTokens
 from tests.agent_world import ANSWER, SpokenPool, door_of, rollout_of, tokenizer_in
 from tests.test_data_pieces import KINDS, tokenizer_of
 
-PIECES = ["a", "yo", " yo", "Yo", "▁", " ", "  ", "\n", "\t", "é", "e\u0301", "\u0301", "ᾂ", "α\u0313\u0300\u0345", "한", "ﬁ", "İ", "😀",
-          "\U0010ffff", "\x00", "\x04", "\x1d", "\u200b", "<s>", "<|u|>", "ab", "'", "中", "[rlpipe border]", "longest", "-" * 40]  # fmt: skip
+PIECES = ["a", "yo", " yo", "Yo", "▁", " ", "  ", "\n", "\t", "é", "e\u0301", "\u0301", "ᾂ",
+          "α\u0313\u0300\u0345", "한", "ﬁ", "İ", "😀",
+          "\U0010ffff", "\x00", "\x04", "\x1d", "\u200b", "<s>", "<|u|>", "ab", "'", "中", "[rlpipe border]",
+          "longest", "-" * 40]  # fmt: skip
 TEXTS = st.lists(st.tuples(st.sampled_from(PIECES) | st.text(max_size=8), st.integers(1, 30)), max_size=6).map(
     lambda parts: "".join(piece * times for piece, times in parts)
 )

@@ -1,4 +1,5 @@
-"""Pieces of a conversation have the tokens that they have in the whole, whatever the tokenizer puts before a text."""
+"""Pieces of a conversation have the tokens that they have in the whole, whatever
+the tokenizer puts before a text."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ from transformers import PreTrainedTokenizerFast
 
 from rlpipe.data.chat import ChatTokenizer
 
-# a turn that ends with a token; the same where the assistant's head ends with a space; Llama 2's way
-PLAIN = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<|u|>{{ m.content }}<|a|>{% endif %}{% endfor %}"
+# a turn that ends with a token; the same where the assistant's head
+# ends with a space; Llama 2's way
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<|u|>{{ m.content }}<|a|>"
+    "{% endif %}{% endfor %}"
+)
 SPACED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-LLAMA2 = "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' </s>' }}{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' </s>' }}{% else %}<s>[INST] "
+    "{{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyzYNABIST0123456789:/[]<>|_.'"
 WORDS = ["▁Y", "▁Yo", "Yo", "▁y", "▁yo", "yo", "▁a", "▁N", "▁No", "No"]
 MERGES = [

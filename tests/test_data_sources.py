@@ -227,7 +227,10 @@ def test_data_and_rewards_import_nothing_heavy() -> None:
 
     modules = "rlpipe.data.sources, rlpipe.data.chat, rlpipe.data.cursor"
     heavy = ("torch", "transformers", "datasets", "reasoning_gym", "math_verify", "pyarrow")
-    check = f"import sys, {modules}, rlpipe.rewards.pool, rlpipe.algorithms.filters; print([m for m in {heavy} if m in sys.modules])"
+    check = (
+        f"import sys, {modules}, rlpipe.rewards.pool, rlpipe.algorithms.filters; print([m for m in {heavy} "
+        "if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -245,7 +248,7 @@ def breaks():
 def text(): return "abc"
 def numbers(): return [{"prompt": "a"}, 7]
 def rest(**arguments): return [{"prompt": name} for name in arguments]
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -299,7 +302,8 @@ def test_a_function_makes_conversations() -> None:
         ("made_rows:numbers", {}, r"made_rows:numbers row 2: a int, but every row must be a dict"),
         ("made_rows:listed", {}, r"made_rows:listed row 2: no 'prompt'"),
         ("made_rows:missing", {}, r"data\.mine\.source.*missing"),
-        ("builtins:zip", {}, r"source=builtins:zip"),  # written in C: it tells nothing of its parameters
+        # written in C: it tells nothing of its parameters
+        ("builtins:zip", {}, r"source=builtins:zip"),
         ("no_such_rows:sums", {}, r"data\.mine\.source: 'no_such_rows:sums' does not import"),
         ("not a path", {}, r"package\.module:function"),
     ],
@@ -312,7 +316,8 @@ def test_what_is_wrong_with_a_function_is_told_by_source_and_row(
 
 
 def test_the_lines_of_gsm8k_in_the_docs_read_a_set_of_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's folder in small, at the path that the lines name: what is local goes before the hub."""
+    """The hub's folder in small, at the path that the lines name:
+    what is local goes before the hub."""
     files = [f"      - {{split: {split}, path: 'main/{split}.jsonl'}}" for split in ("train", "test")]
     configs = "\n".join(["---", "configs:", "  - config_name: main", "    data_files:", *files, "---", ""])
     (tmp_path / "openai/gsm8k/main").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The tiny tokenizer: the instruction is a few tokens, the words are spelled, transformers reads it too."""
+"""The tiny tokenizer: the instruction is a few tokens, the words are
+spelled, transformers reads it too."""
 
 from pathlib import Path
 

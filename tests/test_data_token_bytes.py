@@ -1,4 +1,5 @@
-"""The bytes of tokens: joined they are the text, whatever the tokenizer, and wherever a character lies in several tokens."""
+"""The bytes of tokens: joined they are the text, whatever the tokenizer, and wherever a character
+lies in several tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @example(numbers=[5000, 5001], text="")
 def test_the_bytes_of_tokens_are_those_of_their_text(numbers: list[int], text: str, tokenizer: Tokenizer) -> None:
     size = tokenizer.get_vocab_size()
-    ids = [number % (size + 2) for number in numbers]  # two of them are of no token: an engine may sample such
+    # two of them are of no token: an engine may sample such
+    ids = [number % (size + 2) for number in numbers]
     for tokens in (ids, tokenizer.encode(text, add_special_tokens=False).ids):
         pieces, whole = TokenBytes(tokenizer)(tokens), tokenizer.decode(tokens, skip_special_tokens=False)
         assert len(pieces) == len(tokens)

@@ -1,4 +1,5 @@
-"""Conversations with tools: read from every kind of source into one form, and written as transformers writes them, with loss on the calls."""
+"""Conversations with tools: read from every kind of source into one form, and written as
+transformers writes them, with loss on the calls."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ AS_TEXT = CHATML.replace(
         (CHATML + "{# no tool_calls here #}", [CALL], "does not write its name"),
         (FIRST_ONLY, [CALL, CALL], "message 2, tool call 2 ('f')"),
         (AS_TEXT.replace(" + c.function.arguments", ""), [CALL], "does not write its arguments"),
-        (MARKED.replace("{%- generation %}", "").replace("{{- '<|im_end|>' }}{%- endgeneration %}", "{%- generation %}{{- '<|im_end|>' }}{%- endgeneration %}"),
+        (MARKED.replace("{%- generation %}", "").replace(
+            "{{- '<|im_end|>' }}{%- endgeneration %}", "{%- generation %}{{- '<|im_end|>' }}{%- endgeneration %}"),
          [CALL], "does not write its name within {% generation %}"),
         (KINDS["kimi"].template, [{**CALL, "id": "call_1"}], "does not write its name"),
         (KINDS["llama3.1"].template, [CALL, CALL], "only supports single tool-calls"),

@@ -1,4 +1,5 @@
-"""The database of a local run: one for the runs of a store, unless the user's settings of Prefect say otherwise; a deleted row ends no run."""
+"""The database of a local run: one for the runs of a store, unless the user's settings of Prefect
+say otherwise; a deleted row ends no run."""
 
 from __future__ import annotations
 

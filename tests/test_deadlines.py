@@ -1,4 +1,5 @@
-"""A deadline of a test finds what hangs: it is made of the constants of tests/deadlines.py, and no test asserts a time."""
+"""A deadline of a test finds what hangs: it is made of the constants of
+tests/deadlines.py, and no test asserts a time."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def clock(node: ast.AST) -> bool:
 
 
 def bounded(node: ast.AST) -> bool:
-    """A comparison that says that a time is short; that something took long is true on a busy machine too."""
+    """A comparison that says that a time is short; that something took long
+    is true on a busy machine too."""
     if not isinstance(node, ast.Compare):
         return False
     sides = [node.left, *node.comparators]
@@ -62,7 +64,8 @@ def bounded(node: ast.AST) -> bool:
 
 
 def bare(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """The deadlines of a module that are numbers, the times that it asserts, and its loops until a time."""
+    """The deadlines of a module that are numbers, the times that it
+    asserts, and its loops until a time."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from (
@@ -107,13 +110,18 @@ def test_deadlines_are_made_of_the_constants() -> None:
     ("line", "is_faulty"),
     [
         ("process.wait(timeout=30)", True), ("process.wait(30)", True), ("await asyncio.wait_for(call, 5)", True),
-        ("async with asyncio.timeout(30): ...", True), ("thread.join(9.5)", True), ("end = time.monotonic() + 60", True),
-        ("def until_there(key, timeout_s=60): ...", True), ("def until_there(*, deadline_s=60): ...", True), ("START_TIMEOUT_S = 60", True),
+        ("async with asyncio.timeout(30): ...", True), ("thread.join(9.5)", True),
+        ("end = time.monotonic() + 60", True),
+        ("def until_there(key, timeout_s=60): ...", True), ("def until_there(*, deadline_s=60): ...", True),
+        ("START_TIMEOUT_S = 60", True),
         ("pool = RewardPool(rewards, timeout_s=1.0)", True), ("assert time.monotonic() - began < 60", True),
         ("while time.monotonic() < end and not there(): ...", True), ("@settings(deadline=200)\ndef test(): ...", True),
-        ("process.wait(timeout=DEADLINE_S)", False), ("thread.join(2 * DEADLINE_S)", False), ("end = time.monotonic() + DEADLINE_S", False),
-        ("def until_there(key, timeout_s=DEADLINE_S): ...", False), ("process.wait(timeout=30)  # short: it hangs", False),
-        ("ProgramLimits(time_s=30.0)", True), ("assert time.monotonic() - began > 3", False), ("event.wait()", False), ("', '.join(words)", False), ("@settings(deadline=None)\ndef test(): ...", False),
+        ("process.wait(timeout=DEADLINE_S)", False), ("thread.join(2 * DEADLINE_S)", False),
+        ("end = time.monotonic() + DEADLINE_S", False),
+        ("def until_there(key, timeout_s=DEADLINE_S): ...", False),
+        ("process.wait(timeout=30)  # short: it hangs", False),
+        ("ProgramLimits(time_s=30.0)", True), ("assert time.monotonic() - began > 3", False), ("event.wait()", False),
+        ("', '.join(words)", False), ("@settings(deadline=None)\ndef test(): ...", False),
         ("threads.wait(timeout=0)", False), ("await asyncio.sleep(0.1)", False), ("until(there, look_s=0.5)", False),
     ],
 )  # fmt: skip

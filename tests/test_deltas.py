@@ -1,4 +1,5 @@
-"""Policies that are stored as differences: rebuilt to the bit, on both kinds of store, whatever is damaged, missing or killed."""
+"""Policies that are stored as differences: rebuilt to the bit, on both kinds of store, whatever is
+damaged, missing or killed."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def gang(store: Store, tmp_path: Path) -> Gang:
 
 
 def versions(count: int) -> list[Files]:
-    """Policies of which each differs from the one before in a few numbers, and one also in its config."""
+    """Policies of which each differs from the one before in a few
+    numbers, and one also in its config."""
     made = [START]
     for number in range(1, count):
         before = made[-1]
@@ -329,7 +331,8 @@ def test_a_folder_of_differences_is_no_model_and_the_way_is_named(gang: Gang, ru
 
 
 def test_the_manifest_that_stands_decides_what_the_next_one_differs_from(gang: Gang, run: Run, tmp_path: Path) -> None:
-    """Two attempts at a version: the one that lost has kept its own files, and they are not what was committed."""
+    """Two attempts at a version: the one that lost has kept its own files, and
+    they are not what was committed."""
     policies = versions(3)
     first = save(gang, run, 1, policies[0], None)
     committed = save(gang, run, 2, policies[1], first)

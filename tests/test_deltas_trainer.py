@@ -1,4 +1,5 @@
-"""Differences of real policies: optimizer steps in bf16, a chain of fifty, files that are split, and the trainer that starts from one."""
+"""Differences of real policies: optimizer steps in bf16, a chain of fifty, files that are split,
+and the trainer that starts from one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""README and docs, read: every block has a language, runs in test_e2e_docs.py or is listed with why not, and every link leads somewhere."""
+"""README and docs, read: every block has a language, runs in test_e2e_docs.py or is listed with why
+not, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import pytest
 
 from tests.docs_blocks import LONG, NOT_HERE, PAGES, ROOT, blocks
 
+WIDTH = 100  # of prose; ruff has the same for comments and docstrings (max-doc-length)
+OTHER_PAGES = ["CONTRIBUTING.md", "infra/README.md", "tests/schemas/README.md"]
 LANGUAGES = {"bash", "python", "toml", "json", "text", "mermaid"}
 
 
@@ -83,3 +86,31 @@ def test_every_file_of_the_repository_that_a_page_names_is_there() -> None:
             r"`((?:rlpipe|flows|tasks|tests|scripts|benchmarks|docs|infra)/[\w/.-]*\.\w+)`", (ROOT / page).read_text()
         ):
             assert (ROOT / path).exists(), f"{page}: there is no {path}"
+
+
+def too_long(markdown: str) -> list[int]:
+    """The numbers of the lines of prose that end beyond WIDTH and could be cut at a blank.
+
+    Code, in fences or indented behind an empty line, and tables are no prose.
+    """
+    numbers, in_fence, in_code, before = [], False, False, ""
+    for number, line in enumerate(markdown.splitlines(), 1):
+        is_fence = re.match(r" *(```|~~~)", line) is not None
+        in_fence ^= is_fence
+        in_code = line.startswith("    ") and (in_code or not before.strip())
+        words = re.sub(r"^\s*([-*+>]|\d+[.)])?\s+", "", line)
+        if not (is_fence or in_fence or in_code or line.lstrip().startswith("|")) and " " in words:
+            numbers += [number] if len(line) > WIDTH else []
+        before = line
+    return numbers
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES])
+def test_prose_is_narrow_enough_to_read_side_by_side(page: str) -> None:
+    assert too_long((ROOT / page).read_text()) == [], page
+
+
+def test_the_width_of_prose_is_seen_and_not_that_of_code() -> None:
+    prose, word = "a word " * 15, "x" * WIDTH
+    assert too_long(f"{prose}\n\n- {prose}\n  {prose}\n") == [1, 3, 4]
+    assert too_long(f"```text\n{prose}\n```\n\n    {prose}\n\n| {prose} |\n\n- {word}\n") == []

@@ -22,12 +22,18 @@ RUN_BY = {
     "for name in POSTGRES_PASSWORD": "test_docs_cluster.py::test_the_secrets_are_made",
     'sed -i "s|^PREFECT_API_AUTH_STRING': "test_docs_cluster.py::test_the_secrets_are_made",
     "set -a; . infra/.env": "test_docs_cluster.py::test_the_secrets_are_made",
-    "PATH=$PWD/.venv/bin:$PATH infra/deploy.sh process": "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server",
-    ".venv/bin/prefect worker start --pool cpu": "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server",
+    "PATH=$PWD/.venv/bin:$PATH infra/deploy.sh process": (
+        "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server"
+    ),
+    ".venv/bin/prefect worker start --pool cpu": (
+        "test_e2e_infra.py::test_the_worker_polls_the_pool_of_the_authenticated_server"
+    ),
     "sed -i 's/active: false": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
     ".venv/bin/prefect --no-prompt deploy": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
     ".venv/bin/prefect deployment run": "test_e2e_docs.py::test_flow_runs_and_the_schedule_are_made_as_written",
-    "sbatch --job-name=rlpipe-first infra/slurm/flow.sbatch": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
+    "sbatch --job-name=rlpipe-first infra/slurm/flow.sbatch": (
+        "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave"
+    ),
     "squeue --me": "test_e2e_slurm.py::test_a_run_on_slurm_ends_and_its_services_leave",
 }
 # how a command begins -> why no test can run it here
@@ -36,7 +42,9 @@ NOT_HERE = {
     "for kind in flow trainer engine": "no Docker",
     "kubectl": "no cluster: test_infra.py holds what is sent to it against the schemas",
     "scripts/install.sh": "it installs from the network: `make` does it before every test",
-    "RLPIPE_ADDRESS=10.0.0.": "the address of a machine that is not here; the same worker without it is run by test_e2e_infra.py",
+    "RLPIPE_ADDRESS=10.0.0.": (
+        "the address of a machine that is not here; the same worker without it is run by test_e2e_infra.py"
+    ),
     "(scrontab -l": "scrontab is off in Debian's Slurm; what it starts is run by test_e2e_slurm.py",
 }
 

@@ -1,5 +1,6 @@
-"""The example agent end to end, which sometimes ends in the middle of a call, by itself or by its timeout: what is trained is what engines
-sampled, and a run whose flow, engine and agent were killed, and in which trainer and engine share their memory, has the same bits."""
+"""The example agent end to end, which sometimes ends in the middle of a call, by itself or by its
+timeout: what is trained is what engines sampled, and a run whose flow, engine and agent were
+killed, and in which trainer and engine share their memory, has the same bits."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_every_trained_token_is_one_that_an_engine_sampled(undisturbed: Folder, 
         assert (
             record is not None and record.metrics["train/mismatch_abs_mean"] < 1e-4
         )  # the trainer sees what the engine saw
-        # one of the four prompts has agents that fail with a call in flight, and one agents that end well with one
+        # one of the four prompts has agents that fail with a call in flight, and
+        # one agents that end well with one
         assert record.metrics[f"rollout/fault_{leaving.fault}"] == 3 and record.metrics["rollout/num_trained"] == 9
     assert num_of_engines == num_trained > 0 and num_turns > 9, "some use the calculator"
 

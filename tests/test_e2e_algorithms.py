@@ -1,4 +1,5 @@
-"""Options of docs/algorithms.md through whole runs, as a user sets them, with two ranks and two engines on S3; and a mismatch that stops one."""
+"""Options of docs/algorithms.md through whole runs, as a user sets them, with two ranks and two
+engines on S3; and a mismatch that stops one."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ pytestmark = pytest.mark.e2e
 TWO = [*MINI, "rl.num_iterations=2"]
 TWO_OF_EVERYTHING = ["trainer.ranks=2", "engines.count=2"]
 OPTIONS = {
-    "reinforce++": ["rl.estimator=reinforce_plus_plus", "rl.gamma=0.95", "rl.group_size=1", "rl.num_prompts=32", "rl.kl=reward",
+    "reinforce++": ["rl.estimator=reinforce_plus_plus", "rl.gamma=0.95", "rl.group_size=1",
+                    "rl.num_prompts=32", "rl.kl=reward",
                     "rl.kl_coef=0.05", "rl.kl_estimator=k1"],
-    "gspo": ["rl.objective=gspo", "rl.clip_low=3e-4", "rl.clip_high=4e-4", "rl.dual_clip=3.0", "rl.aggregation=sequence_mean",
+    "gspo": ["rl.objective=gspo", "rl.clip_low=3e-4", "rl.clip_high=4e-4",
+             "rl.dual_clip=3.0", "rl.aggregation=sequence_mean",
              "rl.importance=sequence_mask", "rl.estimator=opo", "rl.kl=reward", "rl.kl_coef=0.05"],
-    "dppo": ["rl.objective=dppo", "rl.importance=none", "rl.estimator=maxrl", "rl.mask_truncated=true", "rl.rounds_max=3"],
+    "dppo": ["rl.objective=dppo", "rl.importance=none", "rl.estimator=maxrl",
+             "rl.mask_truncated=true", "rl.rounds_max=3"],
     "engine": ["rl.proximal=engine", "rl.importance=none", "rl.filters={}"],
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Bad input ends in a message that names field, file or row and the fix: exit code 2, and nothing is written."""
+"""Bad input ends in a message that names field, file or row and the fix: exit
+code 2, and nothing is written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.conftest import S3Server
 from tests.pipeline import Folder
 
 pytestmark = pytest.mark.e2e
-AT_NIGHT = pytest.mark.nightly  # refused at the same places as the others; unit tests and fuzz/ have what is said
+# refused at the same places as the others; unit tests and fuzz/ have what is said
+AT_NIGHT = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def refused(folder: Folder, arguments: list[str], *needles: str) -> None:
         ("rl.rewards={\"no_package:f\" = 1.0}", ["no_package"]),
         pytest.param("rl.filters={no_filter = 1.0}", ["no_filter", "nonzero_std"], marks=AT_NIGHT),
         pytest.param("rl.filters={diversity = 2.0}", ["rl.filters.diversity=2", "at most 1"], marks=AT_NIGHT),
-        pytest.param("rl.filters={\"bad_filters:keeps\" = 0.0}", ["bad_filters:keeps", "answered True"], marks=AT_NIGHT),
+        pytest.param("rl.filters={\"bad_filters:keeps\" = 0.0}",
+                     ["bad_filters:keeps", "answered True"], marks=AT_NIGHT),
         ("data.words.source=sums.jsonl", ["data.words (rl)", "needs rows of a reasoning_gym source", "exact = 1.0"]),
         pytest.param("trainer.nodes=2", ["one node"], marks=AT_NIGHT),
     ],

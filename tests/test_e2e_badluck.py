@@ -1,4 +1,5 @@
-"""Bad luck with a defined answer: graders that fail, a loss that is not finite, MLflow away, a full disk; and forks."""
+"""Bad luck with a defined answer: graders that fail, a loss that is not finite,
+MLflow away, a full disk; and forks."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(folder: Folder, sm
 
 @pytest.mark.nightly
 def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_refused(folder: Folder) -> None:
-    mini = [*MINI, "rl.kl=loss", "rl.kl_coef=0.05"]  # with a reference, which the trainer loads beside the policy
+    # with a reference, which the trainer loads beside the policy
+    mini = [*MINI, "rl.kl=loss", "rl.kl_coef=0.05"]
     folder.complete("a", *mini)
     metrics = read_record(folder, "a", 4)["metrics"]
     assert isinstance(metrics, dict)

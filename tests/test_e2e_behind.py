@@ -1,4 +1,5 @@
-"""Weights are used before they are committed: a run that is killed while they are on their way to S3 ends with the same bits."""
+"""Weights are used before they are committed: a run that is killed while they are on their way to
+S3 ends with the same bits."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def start_until(folder: Folder, proxy: S3Proxy, key: str) -> subprocess.Popen[st
 
 
 def check(folder: Folder, undisturbed: Undisturbed, committed: dict[str, bytes]) -> None:
-    """The run ends as the undisturbed one does, whole, and with what was `committed` before as it was."""
+    """The run ends as the undisturbed one does, whole, and with what
+    was `committed` before as it was."""
     code, output = folder.rlpipe("verify", "a", "--store", folder.store)
     assert code == 0, output
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
@@ -65,7 +67,8 @@ def check(folder: Folder, undisturbed: Undisturbed, committed: dict[str, bytes])
 def test_killed_while_a_policy_is_used_that_is_not_committed(
     folder: Folder, undisturbed: Undisturbed, s3_proxy: S3Proxy
 ) -> None:
-    """In the middle of its upload; between the reload of the engines and its commit; between its commit and that of a shard it sampled."""
+    """In the middle of its upload; between the reload of the engines and its commit; between its
+    commit and that of a shard it sampled."""
     committed: dict[str, bytes] = {}
     moments = [  # what is held up; what is committed by then; what is not
         (("rl/00000/policy/", "model.safetensors"), "rl/00001/prompts/round-0/", "rl/00000/policy/"),
@@ -133,7 +136,8 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_however_iterations_ove
 def test_an_outage_of_s3_is_named_and_the_next_start_goes_on(
     folder: Folder, undisturbed: Undisturbed, s3_proxy: S3Proxy
 ) -> None:
-    """Every write of iteration 2's policy finds a server that does not answer, until the tries are over."""
+    """Every write of iteration 2's policy finds a server that does not
+    answer, until the tries are over."""
     hold(s3_proxy, "rl/00002/policy/", "model.safetensors")
     process = start_until(folder, s3_proxy, "rl/00003/prompts/round-0/manifest.json")
     try:

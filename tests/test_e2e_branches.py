@@ -1,5 +1,5 @@
-"""`rl.branches = "all"` end to end: every reply is trained once, and a run that was killed and one that is redone end
-with the same bits."""
+"""`rl.branches = "all"` end to end: every reply is trained once, and a run that was killed and one
+that is redone end with the same bits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from tests.test_e2e_agents import SHARD, SMALL, folder_of, kill_after_replies
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 ITERATIONS = 2
 SETS = [
-    *[entry for entry in SMALL if not entry.startswith(("rl.agent=", "rl.num_iterations="))], "rl.agent=tests.branching_agent:agent",
-    f"rl.num_iterations={ITERATIONS}", "rl.branches=all", "rl.num_steps=2", "rl.turns_max=4", "rl.shard_prompts=1", "sft.num_steps=90",
+    *[entry for entry in SMALL if not entry.startswith(("rl.agent=", "rl.num_iterations="))],
+    "rl.agent=tests.branching_agent:agent",
+    f"rl.num_iterations={ITERATIONS}", "rl.branches=all", "rl.num_steps=2", "rl.turns_max=4", "rl.shard_prompts=1",
+    "sft.num_steps=90",
 ]  # fmt: skip
 
 

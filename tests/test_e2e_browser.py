@@ -1,4 +1,5 @@
-"""Prefect's UI as a user has it: fill the form, start a run, read why it failed, press Retry, look at an iteration."""
+"""Prefect's UI as a user has it: fill the form, start a run, read why it failed,
+press Retry, look at an iteration."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_a_run_is_started_retried_and_read_in_the_browser(stand: Stand, ui: Brow
     broken = tmp_path / "broken"
     (stand.path / "moody.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: "
+        "raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     broken.touch()
     fill_the_form(ui, tmp_path)
@@ -82,7 +84,8 @@ def test_a_run_is_started_retried_and_read_in_the_browser(stand: Stand, ui: Brow
 
 
 def fill_the_form(ui: Browser, tmp_path: Path) -> None:
-    """Starts a small run whose reward is broken: most of it in `changes`, some of it in fields of the config."""
+    """Starts a small run whose reward is broken: most of it in `changes`, some
+    of it in fields of the config."""
     ui.open("/deployments")
     ui.link("post-train").first.click()
     ui.button("Run").click()

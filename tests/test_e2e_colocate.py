@@ -1,4 +1,5 @@
-"""Trainer and engines that take turns in one memory: the same bits as apart, whoever is killed in whosever turn. A run that nobody kills: test_e2e_lora.py."""
+"""Trainer and engines that take turns in one memory: the same bits as apart, whoever is killed in
+whosever turn. A run that nobody kills: test_e2e_lora.py."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def until_turn(folder: Folder, process: subprocess.Popen[str], turn: str) -> Non
 
 
 def killed_run(folder: Folder, victim: str, turn: str, *sets: str) -> str:
-    """The final policy of a run in which somebody is killed, and which ends all the same; its sha256."""
+    """The final policy of a run in which somebody is killed, and which
+    ends all the same; its sha256."""
     process = folder.start(*folder.run_arguments("a", *COLOCATED, *sets))
     try:
         until_turn(folder, process, turn)
@@ -66,7 +68,8 @@ def test_a_kill_in_any_turn_ends_with_the_bits_of_apart(
 
 @contextlib.contextmanager
 def nodes_of_both(folder: Folder) -> Iterator[tuple[Folder, dict[str, subprocess.Popen[str]]]]:
-    """Two nodes with a node of the trainer and a host each, as somebody starts them there; the folder as a third node sees it."""
+    """Two nodes with a node of the trainer and a host each, as somebody starts them there; the
+    folder as a third node sees it."""
     join, started = ["--store", folder.store, "--run", "a"], dict[str, subprocess.Popen[str]]()
     with network("flow", "node-0", "node-1") as nodes:
 

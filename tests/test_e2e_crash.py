@@ -13,7 +13,8 @@ from tests.pipeline import MINI, Folder, Undisturbed, all_gone, descendants, kil
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
-SHORT = 4  # iterations of a run that is killed once: at each version the undisturbed one has the same bits
+# iterations of a run that is killed once: at each version the undisturbed one has the same bits
+SHORT = 4
 
 
 @pytest.mark.first
@@ -58,7 +59,10 @@ def test_kill_a_service_in_the_middle_and_the_run_goes_on_by_itself(
 
 
 def test_kill_the_flow_alone_and_its_services_are_gone_and_a_second_start_is_refused(tmp_path: Path) -> None:
-    """A Prefect server of its own is one of them. The run goes on in `test_e2e_nights.py`, to the same bits."""
+    """A Prefect server of its own is one of them.
+
+    The run goes on in `test_e2e_nights.py`, to the same bits.
+    """
     folder = Folder(tmp_path, f"file://{tmp_path}/store")
     process = folder.start(*folder.run_arguments("a", *MINI))
     try:

@@ -1,5 +1,5 @@
-"""A run whose policies are stored as differences, killed and continued with another `checkpoint.full_every` and its local copies elsewhere, ends
-with the same bits."""
+"""A run whose policies are stored as differences, killed and continued with another
+`checkpoint.full_every` and its local copies elsewhere, ends with the same bits."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def test_a_retry_keeps_the_name(stand: Stand, tmp_path: Path) -> None:
 
 
 def sft_only_and_then_evaluated(stand: Stand, folder: Folder, config: PipelineConfig) -> None:
-    """The deployment sft trains and evaluates a run without RL; the deployment evaluate computes what was not evaluated."""
+    """The deployment sft trains and evaluates a run without RL; the deployment evaluate computes
+    what was not evaluated."""
     sets = [
         "run=taught",
         "rl.num_iterations=0",
@@ -123,7 +124,8 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     broken = tmp_path / "broken"
     (stand.path / "fragile.py").write_text(
         "import pathlib\ndef reward(prompt, completion):\n"
-        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
+        f"    if pathlib.Path({str(broken)!r}).exists() and prompt['answer'] not in completion: "
+        "raise RuntimeError('the grader is down')\n    return float(len(completion))\n"
     )
     rewards = "rl.rewards={'fragile:reward' = 1.0, format = 0.0}".replace("'", '"')
     config = read_config(
@@ -149,7 +151,8 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     assert len(scored) > 5 and all(entry["name"].startswith("score") for entry in scored)
     assert folder.rlpipe("verify", "night", "--store", folder.store)[0] == 0
     sft_only_and_then_evaluated(stand, folder, config)
-    # the deployment rl does what the config says: here it trains on the rollouts of that run, and samples nothing
+    # the deployment rl does what the config says: here it trains on the rollouts
+    # of that run, and samples nothing
     stored = override_config(
         config, ["run=fed", "rl.rollouts_from=run:night", "rl.num_iterations=2", "sft.num_steps=0"]
     )

@@ -1,8 +1,10 @@
-"""Every shell and Python block of README and docs runs as written, page by page, in a checkout of its own.
+"""Every shell and Python block of README and docs runs as written, page by
+page, in a checkout of its own.
 
-A prefix shortens runs: `rlpipe run tiny ...` gets a few settings before the page's own, which win. Before that its settings have to be
-valid as they are on the page. All runs have the Prefect server that all tests of this process share: it is what takes most of the time to start.
-Only the run `a` of the pages that speak of MLflow has one: it takes a quarter of a short run.
+A prefix shortens runs: `rlpipe run tiny ...` gets a few settings before the page's own, which win.
+Before that its settings have to be valid as they are on the page. All runs have the Prefect server
+that all tests of this process share: it is what takes most of the time to start. Only the run `a`
+of the pages that speak of MLflow has one: it takes a quarter of a short run.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.e2e
 SHORT = [*MINI, "rl.num_iterations=3", "sft.segment_steps=20"]
 TRACKED = ("README.md", "docs/tracking.md")  # the pages that show what MLflow has
 STAMP = "{ pwd -P; cat constraints.txt pyproject.toml scripts/install.sh; } | cksum"  # as scripts/install.sh leaves it
-WORKER_READY = re.compile(r"^Worker .* started!$", re.M)  # the end of a block that goes on until Ctrl-C
+# the end of a block that goes on until Ctrl-C
+WORKER_READY = re.compile(r"^Worker .* started!$", re.M)
 RLPIPE = f"""#!{sys.executable}
 import os, pathlib, sys
 from rlpipe.config.source import read_config
@@ -52,7 +55,10 @@ def runnable(page: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of this repository, the commands in .venv/bin, and a config of the user's own. Where a page runs `a` again, it is there."""
+    """The files of this repository, the commands in .venv/bin, and a config of the user's own.
+
+    Where a page runs `a` again, it is there.
+    """
     tmp_path = tmp_path_factory.mktemp("checkout")
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -67,7 +73,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (commands / "rlpipe").write_text(RLPIPE)
     for command in commands.iterdir():
         command.chmod(0o755)
-    # scripts/install.sh is to find all installed: it would install rlpipe again, from this folder, into the .venv of all tests
+    # scripts/install.sh is to find all installed: it would install rlpipe again, from this folder,
+    # into the .venv of all tests
     for extras in ("", "-agents"):
         (tmp_path / f".venv/.installed{extras}").write_bytes(subprocess.check_output(STAMP, shell=True, cwd=tmp_path))
     shutil.copy(ROOT / "flows" / "presets" / "tiny.toml", tmp_path / "my.toml")
@@ -89,7 +96,8 @@ def script(page: str) -> str:
 
 def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
     """Pastes the blocks of a page into a shell; what it printed."""
-    log_path, port = checkout / "page.log", str(free_port())  # somebody else's server may have the page's port
+    # somebody else's server may have the page's port
+    log_path, port = checkout / "page.log", str(free_port())
     here = {
         "PREFECT_HOME": str(checkout / "prefect"),
         "PYTHONPATH": str(checkout),
@@ -98,7 +106,8 @@ def run_page(page: str, checkout: Path, environment: dict[str, str]) -> str:
     }
     text = script(page).replace("4200", port)
     with log_path.open("w") as log:
-        process = subprocess.Popen(["bash", "-c", text], cwd=checkout, env={**os.environ, **here}, stdout=log, stderr=log,
+        process = subprocess.Popen(["bash", "-c", text], cwd=checkout,
+                                   env={**os.environ, **here}, stdout=log, stderr=log,
                                    stdin=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
 
     def done() -> bool:
@@ -138,7 +147,8 @@ def deployed(checkout: Path, prefect_api: dict[str, str]) -> Callable[..., Any]:
     environment = {**os.environ, **prefect_api, "PREFECT_HOME": str(checkout / "prefect")}
     for arguments in ("work-pool create cpu --type process", "deploy --name post-train"):
         command = [str(BIN / "prefect"), "--no-prompt", *arguments.split()]
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+        done = subprocess.run(command, cwd=checkout, env=environment,
+                              capture_output=True, text=True, timeout=DEADLINE_S,
                               stdin=subprocess.DEVNULL)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     return lambda method, path, body=None: call(method, prefect_api["PREFECT_API_URL"] + path, body)

@@ -1,4 +1,5 @@
-"""The calculator end to end: what is trained on is what was sampled, and a killed run has the same bits."""
+"""The calculator end to end: what is trained on is what was sampled, and
+a killed run has the same bits."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_the_environment_heard_what_was_sampled_and_its_answers_are_in_the_token
     )
     rows = batch_of(run, 0)
     prompts = {row["prompt_id"]: prompt_of(row)
-               for row in read_rows(run.store, run.committed("rl", 0, "prompts/round-0")[0], "prompts.parquet", PROMPTS)}  # fmt: skip
+               for row in read_rows(run.store, run.committed("rl", 0, "prompts/round-0")[0],
+                                    "prompts.parquet", PROMPTS)}  # fmt: skip
     assert len(rows) == 64 and sum(len(turns_of(row)[1]) > 0 for row in rows) > 10, "some use the calculator"
     for row in rows:
         said, told = turns_of(row)

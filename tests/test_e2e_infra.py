@@ -1,4 +1,5 @@
-"""infra/ against real servers: the stand of compose.yaml (tests/compose_world.py), and the job templates on a Prefect server."""
+"""infra/ against real servers: the stand of compose.yaml (tests/compose_world.py), and the job
+templates on a Prefect server."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "planted-aws",
     "RLPIPE_SERVICE_KEY": "planted-service",
 }
-STATUS = "import sys, urllib.request as u\ntry: print(u.urlopen(u.Request(sys.argv[1], headers=dict(a.split('=', 1) for a in sys.argv[2:])), timeout=20).status)\n"
+STATUS = (
+    "import sys, urllib.request as u\ntry: print(u.urlopen(u.Request(sys.argv[1], headers=dict(a.split('=', "
+    "1) for a in sys.argv[2:])), timeout=20).status)\n"
+)
 STATUS += "except u.HTTPError as e: print(e.code)\nexcept OSError as e: print(type(e.reason).__name__)"
 TRACK = """
 import json, boto3, mlflow
@@ -63,7 +67,8 @@ def test_the_stand_asks_for_keys(compose: Compose) -> None:
     assert status(compose, "http://prefect:4200/api/admin/version") == "401"
     assert status(compose, "http://s3:8333/rlpipe") == "403"
     assert status(compose, "http://s3:8333/healthz") == "200"
-    for port in (8888, 9333, 8080 + 10000, 18888):  # SeaweedFS behind its S3 port: not for other containers
+    # SeaweedFS behind its S3 port: not for other containers
+    for port in (8888, 9333, 8080 + 10000, 18888):
         assert status(compose, f"http://{OUTSIDE}:{port}/") == "ConnectionRefusedError"
 
 
@@ -75,7 +80,8 @@ def test_the_worker_polls_the_pool_of_the_authenticated_server(compose: Compose)
         assert told.returncode == 0, told.stderr
         return operator.itemgetter("type", "status")(json.loads(told.stdout))
 
-    until(lambda: pool() == ("process", "READY"), pool)  # a worker of a busy machine may be late with a heartbeat
+    # a worker of a busy machine may be late with a heartbeat
+    until(lambda: pool() == ("process", "READY"), pool)
     told = compose.run("worker-cpu", "prefect", "deployment", "ls")
     assert "post-train/post-train" in told.stdout
 

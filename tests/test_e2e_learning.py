@@ -1,4 +1,5 @@
-"""The tiny preset learns on S3: the one learning run of `make test-all`, half as long as the preset's own (the others: `make learning`)."""
+"""The tiny preset learns on S3: the one learning run of `make test-all`, half as long as the
+preset's own (the others: `make learning`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A pipeline that trains an adapter, colocated: its policies are small, and a whole model when asked for; apart and killed in the middle, the bits are the same."""
+"""A pipeline that trains an adapter, colocated: its policies are small, and a whole model when
+asked for; apart and killed in the middle, the bits are the same."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from tests.pipeline import MINI, Folder, descendants, kill_group
 
 pytestmark = pytest.mark.e2e
 LORA = [
-    *MINI, "model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4", "rl.num_iterations=2",
-    "rl.kl=loss", "rl.kl_coef=0.01", "evaluation.every=0", "evaluation.prompts_max=2",
-    'rl.rewards={exact = 1.0, "graders:length" = 0.1}',  # no word is right so early: without it nothing would be trained
+    *MINI, "model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=4", "sft.segment_steps=4", "sft.decay_steps=4",
+    "rl.num_iterations=2", "rl.kl=loss", "rl.kl_coef=0.01", "evaluation.every=0", "evaluation.prompts_max=2",
+    # no word is right so early: without it nothing would be trained
+    'rl.rewards={exact = 1.0, "graders:length" = 0.1}',
 ]  # fmt: skip
 
 
@@ -26,7 +28,8 @@ def adapter_sha256(folder: Folder, run: str, version: int) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, prefect_api: dict[str, str]) -> Folder:
-    """A working directory whose store has run a, in which trainer and engine took turns and nothing was killed."""
+    """A working directory whose store has run a, in which trainer and engine
+    took turns and nothing was killed."""
     path = tmp_path_factory.mktemp("trained")
     (path / "graders.py").write_text("def length(prompt, completion):\n    return float(len(completion))\n")
     folder = Folder(path, f"file://{path}/store", prefect_api)

@@ -1,4 +1,5 @@
-"""MLflow as a person has it: a server, two runs that differ in one setting, and the page that compares them."""
+"""MLflow as a person has it: a server, two runs that differ in one setting,
+and the page that compares them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def server(tmp_path: Path) -> Iterator[str]:
     """The URL of an MLflow server."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1], "--workers", "1",
-               "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip
+               "--backend-store-uri", f"sqlite:///{tmp_path}/server.db",
+               "--artifacts-destination", str(tmp_path / "artifacts")]  # fmt: skip
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True, text=True)
     try:
@@ -71,7 +73,8 @@ def test_two_runs_are_compared_in_the_browser(server: str, tmp_path: Path) -> No
 
 
 def a_run_that_is_killed_says_so(folder: Folder, server: str, sets: list[str]) -> None:
-    """Between the evaluation before RL and the first iteration: SIGTERM, which is how Prefect cancels a flow run."""
+    """Between the evaluation before RL and the first iteration: SIGTERM, which is
+    how Prefect cancels a flow run."""
     process, expected = folder.start(*folder.run_arguments("a", *sets)), ["KILLED", "FINISHED", "KILLED"]
     try:
         folder.wait_for("a", "sft/00000/evaluation/manifest.json", process)

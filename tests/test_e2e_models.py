@@ -1,4 +1,5 @@
-"""Models with experts and windows through the whole pipeline on a CPU: SFT, RL, and a policy that transformers loads."""
+"""Models with experts and windows through the whole pipeline on a CPU: SFT, RL, and a
+policy that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Unattended nights against a real Prefect server and worker: approvals, two flow runs of one run, and a process that is killed."""
+"""Unattended nights against a real Prefect server and worker: approvals, two flow runs of one run,
+and a process that is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ BLOCK = """
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 CustomWebhookNotificationBlock(name="team", url="http://127.0.0.1:{port}/", json_data={{"text": "{{{{subject}}}} {{{{body}}}}"}},
                                allow_private_urls=True).save("team", overwrite=True)
-"""
+"""  # noqa: E501
 
 
 class Listener(http.server.BaseHTTPRequestHandler):
@@ -122,7 +123,8 @@ def test_a_killed_process_is_found_retried_and_ends_with_the_same_bits(
     sets = ["tracking.uri=", f"rl.num_iterations={last}"]
     flow_run = stand.start("post-train/post-train", config=parameters(folder, "b", *sets))
     wait_for_key(folder, "runs/b/rl/00000/iteration.json")
-    kill_tree(stand.processes["worker"])  # the flow run's process is its child: nobody is left to report
+    # the flow run's process is its child: nobody is left to report
+    kill_tree(stand.processes["worker"])
     assert stand.api("GET", f"/flow_runs/{flow_run}")["state"]["type"] == "RUNNING"
     stand.spawn("worker", "worker", "start", "--pool", "cpu")
     wait_for_key(folder, "runs/b/rl/00001/iteration.json")
@@ -183,7 +185,7 @@ async def rl():
 
 import asyncio
 asyncio.run(rl())
-"""
+"""  # noqa: E501
 
 
 def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications: tuple[list[str], int]) -> None:
@@ -229,7 +231,8 @@ def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
-    command = log.read_text().splitlines()[-1].split()[1:]  # its database is one of the store's runs
+    # its database is one of the store's runs
+    command = log.read_text().splitlines()[-1].split()[1:]
     assert command[:2] == ["server", "--database"] and not (tmp_path / "home" / ".prefect" / "prefect.db").exists()
     port = free_port()
     server = folder.start(*command, "--port", str(port))

@@ -1,4 +1,5 @@
-"""A run whose store on S3 and whose Prefect server are away, fail and hang for a while: the bits of one that nothing happened to."""
+"""A run whose store on S3 and whose Prefect server are away, fail and hang for a while: the bits of
+one that nothing happened to."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.s3_world import S3Proxy, S3Server
 
 pytestmark = pytest.mark.e2e
 S3_STAGES = [
-    r"HEAD .*/rl/00000/iteration\.json", r"PUT .*/sft/00000/policy/", r"PUT .*/rollouts/round-0/shard-000/", r"HEAD .*/batch/round-0/",
+    r"HEAD .*/rl/00000/iteration\.json", r"PUT .*/sft/00000/policy/", r"PUT .*/rollouts/round-0/shard-000/",
+    r"HEAD .*/batch/round-0/",
     r"(PUT|POST) .*/rl/00000/policy/", r"GET .*/rl/00001/policy/", r"PUT .*/rl/00001/iteration\.json", r"PUT .*/lease/",
 ]  # fmt: skip
 HELD = r"PUT .*/lease/000000\.json"  # before that a person waits
@@ -58,7 +60,8 @@ def test_a_run_goes_on_through_ten_seconds_of_faults(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "fault", "seconds"), [
-    (number, *case) for number, case in enumerate(itertools.product(["500", "503", "429", "reset", "hang"], [5, 30, 120]))
+    (number, *case) for number,
+    case in enumerate(itertools.product(["500", "503", "429", "reset", "hang"], [5, 30, 120]))
 ])  # fmt: skip
 def test_a_run_goes_on_through_every_fault_at_every_stage(
     number: int, fault: str, seconds: int, proxies: tuple[S3Proxy, S3Proxy], s3_server: S3Server, tmp_path: Path,

@@ -1,4 +1,5 @@
-"""One step off policy: the next iteration is sampled while this one is trained, by the policy that it starts from."""
+"""One step off policy: the next iteration is sampled while this one is trained, by
+the policy that it starts from."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_each_iteration_is_trained_on_what_the_version_before_sampled(overlapped
 
 
 def sampled_while_trained(run: Run, iteration: int) -> tuple[datetime, datetime]:
-    """When the sampling of the next iteration began, and when the policy of this one was committed."""
+    """When the sampling of the next iteration began, and when the
+    policy of this one was committed."""
     shard, policy = run.committed("rl", iteration + 1, "rollouts/round-0/shard-000")[1], run.policy(iteration + 1)[1]
     return datetime.fromisoformat(shard.started_at), datetime.fromisoformat(policy.ended_at)
 
@@ -66,7 +68,8 @@ def test_trainer_engine_and_flow_are_killed_and_it_ends_with_the_same_bits(overl
 
 @pytest.mark.nightly
 def test_a_fork_samples_what_nobody_did_ahead_of_it(overlapped: Folder) -> None:
-    """Alone, with the version before the one that it stands at: what its parent sampled ahead is the parent's."""
+    """Alone, with the version before the one that it stands at: what its parent
+    sampled ahead is the parent's."""
     code, output = overlapped.rlpipe("fork", "a", "--at", "2", "--run", "b", "--store", overlapped.store)
     assert code == 0, output
     shard = "rl/00003/rollouts/round-0/shard-000/manifest.json"

@@ -1,4 +1,5 @@
-"""Over-sampling with real engines: rounds end early, what was cut short goes on in later iterations, and a crash loses nothing."""
+"""Over-sampling with real engines: rounds end early, what was cut short goes on in later
+iterations, and a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.rows import BATCH, CARRIED, grouped, read_rows
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
-# 16 groups a round, 8 at a time: when 8 have survived, others run. Completions are long enough to be cut short.
+# 16 groups a round, 8 at a time: when 8 have survived, others run. Completions
+# are long enough to be cut short.
 OVERSAMPLED = [
     *MINI, "rl.oversampling=2", "rl.staleness_max=2", "engines.in_flight_max=32", "model.context_tokens_max=512",
     "rl.completion_tokens_max=200",
@@ -21,7 +23,8 @@ OVERSAMPLED = [
 
 
 def check_run(folder: Folder, run: str) -> tuple[list[JsonDict], list[JsonDict]]:
-    """(metrics of the iterations, rows of all batches) of a complete run; its counts add up and its store is whole."""
+    """(metrics of the iterations, rows of all batches) of a complete run; its counts
+    add up and its store is whole."""
     code, output = folder.rlpipe("verify", run, "--store", folder.store)
     assert code == 0, output
     assert re.search(r"\b0 faults", output), output
@@ -63,10 +66,12 @@ def test_what_was_cut_short_is_continued_and_trained(folder: Folder) -> None:
     assert any(len(set(row["versions"])) > 1 for row in rows)  # sampled by two weight versions
     assert all(all(row["loss_mask"]) for row in rows)
     assert folder.rlpipe("show", "a", "--iteration", "2", "--store", folder.store)[0] == 0
-    # a fork that is not over-sampled trains first on what was carried: its mismatch is no fault of an engine, the next one's is
+    # a fork that is not over-sampled trains first on what was carried: its mismatch is no fault of
+    # an engine, the next one's is
     at = max(k for k, metrics in enumerate(told) if metrics["rollout/num_carried"])
     sets = ["rl.oversampling=1", f"rl.num_iterations={at + 3}", "rl.on_mismatch=fail", "rl.mismatch_max=1e-12"]
-    code, output = folder.rlpipe("fork", "a", "--at", str(at), "--run", "b", *[part for each in sets for part in ("--set", each)],
+    code, output = folder.rlpipe("fork", "a", "--at", str(at), "--run", "b",
+                                 *[part for each in sets for part in ("--set", each)],
                                  "--store", folder.store)  # fmt: skip
     assert code == 1, output[-3000:]
     assert f"iteration {at + 2}: engine and trainer disagree" in output
@@ -87,7 +92,8 @@ def test_stale_tokens_can_be_context_only_and_a_kill_loses_no_rollout(folder: Fo
             kill_group(process)
     folder.complete("a", *sets)
     told, rows = check_run(folder, "a")
-    # trainer and engine agree on what was sampled after a continuation: it went on from the very tokens that are stored
+    # trainer and engine agree on what was sampled after a continuation: it went on from the very
+    # tokens that are stored
     assert max(metrics["train/mismatch_abs_mean"] for metrics in told) < 1e-5
     assert any(len(set(row["versions"])) > 1 for row in rows)
     for row in rows:

@@ -1,4 +1,5 @@
-"""Whole pipelines that keep little: killed while they prune, forked where the policy is gone, evaluated, exported, and to the bits of one that kept all."""
+"""Whole pipelines that keep little: killed while they prune, forked where the policy is gone,
+evaluated, exported, and to the bits of one that kept all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The schedule of prefect.yaml, every minute instead of every night, on both databases that a Prefect server may have."""
+"""The schedule of prefect.yaml, every minute instead of every night, on both databases that a
+Prefect server may have."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stands]:
 
 
 def every_minute(stand: Stand, folder: Folder) -> None:
-    """Deploys post-train with its schedule switched on, from a prefect.yaml as a user would edit it."""
+    """Deploys post-train with its schedule switched on, from a
+    prefect.yaml as a user would edit it."""
     file = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     (deployment,) = (entry for entry in file["deployments"] if entry["name"] == "post-train")
     (schedule,) = deployment["schedules"]

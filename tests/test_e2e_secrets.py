@@ -1,4 +1,5 @@
-"""Planted secrets leave no trace, nothing listens beyond loopback, and nothing that comes in is unpickled: whole runs, right and wrong."""
+"""Planted secrets leave no trace, nothing listens beyond loopback, and nothing that comes in is
+unpickled: whole runs, right and wrong."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ sys.addaudithook(_hook)
 
 
 class Grader(BaseHTTPRequestHandler):
-    """Answers with what it was asked with, as unkind services do, when it fails: also every ECHO_EVERYth time, each time in another form."""
+    """Answers with what it was asked with, as unkind services do, when it fails: also every
+    ECHO_EVERYth time, each time in another form."""
 
     numbers = itertools.count(1)
 
@@ -62,8 +64,10 @@ class Grader(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         right = self.headers["Authorization"] == f"Bearer {PLANTED['reward']}" and PLANTED["path"] in self.path
         number, asked = next(self.numbers), f"{self.headers} {self.path}"
-        echoes = [{"reward": {self.headers["Authorization"]: 1.0}}, {"reward": {"a": self.path}}, {"reward": {PLANTED["reward"]: 1.0}}, asked,
-                  base64.b64encode(asked.encode()).decode(), quote(asked, safe=""), {"said": json.dumps(asked)}, asked.upper()]  # fmt: skip
+        echoes = [{"reward": {self.headers["Authorization"]: 1.0}}, {"reward": {"a": self.path}},
+                  {"reward": {PLANTED["reward"]: 1.0}}, asked,
+                  base64.b64encode(asked.encode()).decode(), quote(asked, safe=""),
+                  {"said": json.dumps(asked)}, asked.upper()]  # fmt: skip
         echoed = not right or self.server.broken or number % ECHO_EVERY == 0  # pyright: ignore[reportAttributeAccessIssue]
         answer = echoes[number // ECHO_EVERY % len(echoes)] if echoed else {"reward": 0.5}
         self.send_response(200 if right and not self.server.broken else 400)  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,7 +94,8 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     port = free_port()
     with (folder / "mlflow.log").open("w") as log:
         command = [str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-                   "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/mlruns"]  # fmt: skip
+                   "--backend-store-uri", f"sqlite:///{folder}/mlflow.db",
+                   "--artifacts-destination", f"{folder}/mlruns"]  # fmt: skip
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, text=True)
     try:
         yield f"127.0.0.1:{port}"
@@ -142,7 +147,8 @@ def family(stand: Stand) -> list[psutil.Process]:
 
 
 class Watch(threading.Thread):
-    """Looks at the processes of a stand while it works: what their command lines say, and where they listen."""
+    """Looks at the processes of a stand while it works: what their command
+    lines say, and where they listen."""
 
     def __init__(self, stand: Stand) -> None:
         super().__init__(daemon=True)
@@ -194,7 +200,8 @@ def found_in(data: bytes, environment: dict[str, str]) -> list[str]:
 
 
 def traces(stand: Stand, environment: dict[str, str], *folders: Path) -> dict[str, list[str]]:
-    """Where which secrets are found: in files (Prefect's and MLflow's databases are some), what the servers say, and the store."""
+    """Where which secrets are found: in files (Prefect's and MLflow's databases are some), what the
+    servers say, and the store."""
     found = {str(path): found_in(path.read_bytes(), environment)
              for folder in folders for path in folder.rglob("*") if path.is_file()}  # fmt: skip
     for what in ("flow_runs", "task_runs", "logs", "artifacts", "events", "deployments"):
@@ -270,7 +277,8 @@ AWAY = "127.0.0.1:9"  # nobody listens there
     ("name", "wrong", "told"),
     [
         pytest.param("reward", {}, "$GRADER_URL", marks=pytest.mark.nightly),
-        ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"}, f"MLflow at http://{AWAY} cannot be reached"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": f"http://user:{PLANTED['mlflow']}@{AWAY}"},
+         f"MLflow at http://{AWAY} cannot be reached"),
         ("store", {"AWS_ENDPOINT_URL": f"http://{AWAY}"}, "cannot be written"),
         ("store-key", {"AWS_ACCESS_KEY_ID": "wrong"}, "check the bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID"),
         ("prefect", {"PREFECT_API_URL": f"http://{AWAY}/api"}, AWAY),

@@ -1,4 +1,5 @@
-"""`rlpipe server`: on SQLite, writers at the same time wait for one another, and none is refused."""
+"""`rlpipe server`: on SQLite, writers at the same time wait for
+one another, and none is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_a_queue_is_paused_and_resumed_at_once(stand: Stand) -> None:
     stand.api("POST", "/work_pools/", {"name": "a-pool", "type": "process"})
     for is_paused in (True, False):
         request = urllib.request.Request(
-            f"{stand.environment['PREFECT_API_URL']}/work_pools/a-pool/queues/default", json.dumps({"is_paused": is_paused}).encode(),
+            f"{stand.environment['PREFECT_API_URL']}/work_pools/a-pool/queues/default",
+            json.dumps({"is_paused": is_paused}).encode(),
             {"Content-Type": "application/json"}, method="PATCH",
         )  # fmt: skip
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:

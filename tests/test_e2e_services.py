@@ -1,4 +1,5 @@
-"""Runs whose gang and engines are services of their own: found, killed, adopted by the next start, ended when nobody needs them."""
+"""Runs whose gang and engines are services of their own: found, killed, adopted by the next start,
+ended when nobody needs them."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
 def test_services_wait_for_a_slow_preflight_and_a_long_sft_and_end_by_themselves_when_their_flow_is_gone(
     folder: Folder,
 ) -> None:
-    """Nobody would start them again: they are idle, however little they are asked for, only when nobody works on the run."""
+    """Nobody would start them again: they are idle, however little they are asked for, only when
+    nobody works on the run."""
     (folder.path / "slow_words.py").write_text(SLOW_WORDS)
     join = ["--store", folder.store, "--run", "a", "--idle-timeout-s", str(IDLE_S)]
     slow = ["data.all_words.source=slow_words:rows", "trainer.place=elsewhere", "engines.place=elsewhere"]

@@ -1,4 +1,5 @@
-"""infra/slurm on a real Slurm (tests/slurm_world.py): a pipeline whose gang and engines are two nodes each."""
+"""infra/slurm on a real Slurm (tests/slurm_world.py): a pipeline whose gang
+and engines are two nodes each."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def checkout(path: Path) -> Path:
-    """A checkout as all nodes would see it: this one, with an infra/.env, and services that may be idle for IDLE_S."""
+    """A checkout as all nodes would see it: this one, with an infra/.env, and
+    services that may be idle for IDLE_S."""
     for name in ("flows", "tasks", "rlpipe", ".venv", "pyproject.toml"):
         (path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "infra", path / "infra")
@@ -95,7 +97,8 @@ def checkout(path: Path) -> Path:
 
 @pytest.mark.nightly
 def test_a_run_on_slurm_ends_and_its_services_leave(slurm: Slurm, tmp_path: Path) -> None:
-    """Not before it ends: the first preflight and the SFT take longer than they would wait for a run that is gone."""
+    """Not before it ends: the first preflight and the SFT take longer than they
+    would wait for a run that is gone."""
     here = checkout(tmp_path)
     slurm.run("sbatch", "--job-name=rlpipe-first", FLOW, "my.toml", "first", f"file://{tmp_path}/store", cwd=here)
     check_ended(slurm, here, "first")
@@ -108,8 +111,11 @@ def test_a_run_on_slurm_ends_and_its_services_leave(slurm: Slurm, tmp_path: Path
 def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_their_place_and_train(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """The GPUs are another's, and what a start that was killed left in the store answers nobody. Twice the limits go by in the queue, then the
-    flow's own time, at which it is queued again: the same jobs train."""
+    """The GPUs are another's, and what a start that was killed left in the store answers nobody.
+
+    Twice the limits go by in the queue, then the flow's own time, at which it is
+    queued again: the same jobs train.
+    """
     here, store = checkout(tmp_path), f"file://{tmp_path}/store"
     (here / "my.toml").write_text(CONFIG.replace("nodes = 2", "nodes = 2\nqueue_timeout_s = 60\nlost_timeout_s = 60"))
     for kind in (TRAINER, ENGINES):
@@ -128,7 +134,8 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
 
     until(held, lambda: log.read_text(), within_s=PIPELINE_S, look_s=2)
     waiting = slurm.ids("rlpipe-held-trainer", "rlpipe-held-engines")
-    slurm.run("scancel", "--batch", "--signal=USR1", flow)  # as five minutes before its time is over
+    # as five minutes before its time is over
+    slurm.run("scancel", "--batch", "--signal=USR1", flow)
     until(lambda: slurm.states()["rlpipe-held"] == "PENDING", "it is queued again", look_s=1)
     slurm.run("scontrol", "update", f"JobId={flow}", "StartTime=now")  # Slurm lets a job rest that was queued again
     assert slurm.ids("rlpipe-held-trainer", "rlpipe-held-engines") == waiting
@@ -138,7 +145,8 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
 
 
 def check_ended(slurm: Slurm, here: Path, run: str) -> None:
-    """Waits for the jobs of a run: it has trained, its nodes are free again, and what was said on their disks is in the checkout."""
+    """Waits for the jobs of a run: it has trained, its nodes are free again, and what was said on
+    their disks is in the checkout."""
     names = {f"rlpipe-{run}{part}" for part in ("", "-trainer", "-engines")}
     not_ended = {None, "PENDING", "RUNNING", "COMPLETING"}
 

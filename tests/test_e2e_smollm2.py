@@ -1,4 +1,7 @@
-"""A real pretrained model: preset smollm2, reduced, on SmolLM2-135M-Instruct. What comes out loads in plain transformers and speaks."""
+"""A real pretrained model: preset smollm2, reduced, on SmolLM2-135M-Instruct.
+
+What comes out loads in plain transformers and speaks.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,14 @@ REDUCED = [
     "evaluation.prompts_max=4", "sft.learning_rate=5e-5",
 ]  # fmt: skip
 ENGLISH = (
-    "The sun rises in the east and sets in the west. Water boils at one hundred degrees Celsius and freezes at zero. A week has seven "
-    "days, and a year has twelve months. Dogs are animals that people keep as pets, and cows give us milk. When it rains, "
+    "The sun rises in the east and sets in the west. Water boils at one hundred degrees Celsius and freezes at "
+    "zero. A week has seven "
+    "days, and a year has twelve months. Dogs are animals that people keep as pets, "
+    "and cows give us milk. When it rains, "
     "people carry umbrellas so that they do not get wet. Children go to school to learn how to read, write and count."
 )
-# answers that stand firm; "What is the capital of France?" turns French after four steps of SFT on sums, at any learning rate
+# answers that stand firm; "What is the capital of France?" turns French after four steps of SFT on
+# sums, at any learning rate
 QUESTIONS = {
     "What is the opposite of hot?": "cold",
     "How many days are there in a week?": "7",
@@ -97,8 +103,10 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: dict
 
 @pytest.mark.nightly
 def test_the_template_shows_what_the_assistant_wrote(model: Path) -> None:
-    """Token by token: the model's own tokenizer and template, and transformers' rendering of them."""
-    talk = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris.\n\n1 day"}, {"role": "user", "content": "Sure?"},
+    """Token by token: the model's own tokenizer and template, and
+    transformers' rendering of them."""
+    talk = [{"role": "user", "content": "What is the capital of France?"},
+            {"role": "assistant", "content": "Paris.\n\n1 day"}, {"role": "user", "content": "Sure?"},
             {"role": "assistant", "content": "Yes."}]  # fmt: skip
     chat, plain = ChatTokenizer.from_folder(model), AutoTokenizer.from_pretrained(model)
     tokens, mask = chat.encode_conversation(talk)

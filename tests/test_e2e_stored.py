@@ -1,4 +1,5 @@
-"""Training without an engine: an iteration redone from what is stored, and whole runs on stored rollouts."""
+"""Training without an engine: an iteration redone from what is stored, and
+whole runs on stored rollouts."""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ def data_sets(*uses: str) -> str:
     return "data=" + inline([{**entry, "rows_max": 400} for entry in entries if entry["use"] in uses])
 
 
-# no evaluation set: only generate needs an engine. Two sampling rounds an iteration: 8 groups are never the 16
-# that are enough, nor are 16 more than are trained
-SOURCE = [*(each for each in MINI if not each.startswith("data.")), data_sets("sft", "rl"), f"rl.num_iterations={ITERATIONS}",
+# no evaluation set: only generate needs an engine. Two sampling rounds an iteration: 8 groups are
+# never the 16 that are enough, nor are 16 more than are trained
+SOURCE = [*(each for each in MINI if not each.startswith("data.")), data_sets("sft", "rl"),
+          f"rl.num_iterations={ITERATIONS}",
           "rl.filters={diversity = 0.9}", "rl.rounds_max=2", "rl.groups_min=16",
           "rl.rewards={exact = 0.5, reasoning_gym = 0.5, format = 0.1}"]  # fmt: skip
 LENGTH = 'rl.rewards={"graders:length" = 1.0}'
@@ -141,7 +143,8 @@ def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_i
     assert engine_files(folder, "other") == []
     assert folder.final_sha256("other", ITERATIONS) != folder.final_sha256("a", ITERATIONS)
     assert metrics_of(folder, "other")["rollout/num_tokens"] == metrics_of(folder, "a")["rollout/num_tokens"]
-    # wanting more groups than are stored samples no third round, and the stored scores are the redone ones
+    # wanting more groups than are stored samples no third round, and the
+    # stored scores are the redone ones
     code, output = folder.rlpipe(*fork(folder, "again", "filter", "rl.rounds_max=9", "rl.groups_min=99", run="other"))
     assert code == 0, output[-3000:]
     assert (metrics_of(folder, "again")["rollout/rounds"], stages_of(folder, "again") - {"state"}) == (
@@ -239,8 +242,10 @@ def test_rewards_that_a_file_brings_are_kept_and_an_evaluation_starts_the_only_e
     (folder.path / "shards").mkdir()
     for name, part in (("0.parquet", table.slice(0, 16)), ("1.parquet", table.slice(16))):
         pq.write_table(part, folder.path / "shards" / name)
-    folder.complete("kept", *MINI[:1], data_sets("evaluation"), "sft.num_steps=0", "rl.num_iterations=2", "rl.num_prompts=4",
-                    "rl.group_size=4", f"model.path={model}", "rl.rollouts_from=shards", "evaluation.prompts_max=8")  # fmt: skip
+    folder.complete("kept", *MINI[:1], data_sets("evaluation"), "sft.num_steps=0",
+                    "rl.num_iterations=2", "rl.num_prompts=4",
+                    "rl.group_size=4", f"model.path={model}", "rl.rollouts_from=shards",
+                    "evaluation.prompts_max=8")  # fmt: skip
     assert metrics_of(folder, "kept", 0)["rollout/reward_mean"] == 1.5
     assert metrics_of(folder, "kept", 1)["rollout/staleness_max"] == 1
     assert "evaluation/words_greedy" in metrics_of(folder, "kept", 1)

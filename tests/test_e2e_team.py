@@ -1,4 +1,5 @@
-"""A team's stand: a run whose gang and engines are runs of deployments, undisturbed, with everything killed once, and two at once."""
+"""A team's stand: a run whose gang and engines are runs of deployments, undisturbed, with
+everything killed once, and two at once."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def kill(flow_run: str) -> None:
 
 
 def ended(stand: TeamStand, flow_run: str, retries_max: int) -> dict[str, str]:
-    """The final state of a flow run; a failed one is retried, as somebody does in the UI, so many times at most."""
+    """The final state of a flow run; a failed one is retried, as somebody does in
+    the UI, so many times at most."""
     while True:
         state = stand.wait_for(flow_run, ("COMPLETED", "FAILED", "CANCELLED"))
         if state["type"] != "FAILED" or retries_max == 0:
@@ -102,7 +104,8 @@ def test_everything_is_killed_once_and_the_run_ends_with_the_same_bits(
     stand.processes["cpu"].wait(timeout=DEADLINE_S)
     stand.start_worker("cpu")
     wait_for_iteration(folder, "b", 3)
-    kill(flow_run)  # its worker, or the heartbeats that are missing, say so; the automation retries it
+    # its worker, or the heartbeats that are missing, say so; the automation retries it
+    kill(flow_run)
     wait_for_iteration(folder, "b", 5)
     kill_group(stand.processes["server"])
     time.sleep(5)

@@ -1,4 +1,5 @@
-"""Whole runs that start or stand elsewhere than the preset's: from a model on disk, and with the engines of other hosts."""
+"""Whole runs that start or stand elsewhere than the preset's: from a model on disk, and with the
+engines of other hosts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_rl_starts_from_a_model_on_disk_of_another_number_type(folder: Folder) -
     assert len(told["probe"]["logprobs"]) == len(told["probe"]["tokens"]) - 1
 
 
-@pytest.mark.nightly  # test_engine_hosts.py has hosts that join and die, test_e2e_services.py a run whose engines are elsewhere
+# test_engine_hosts.py has hosts that join and die, test_e2e_services.py a run whose engines are
+# elsewhere
+@pytest.mark.nightly
 def test_a_run_without_engines_of_its_own_uses_the_hosts_that_join_and_survives_one(
     folder: Folder, undisturbed: Undisturbed
 ) -> None:

@@ -1,5 +1,7 @@
-"""A host is suspended in the middle of a run, another takes the run over, and the first wakes up: one of them goes on, the other ends in one line,
-and the data have the bits of a run that nobody disturbed. The two hosts are UTS namespaces; HEARTBEAT_S and STALE_S are short in their processes."""
+"""A host is suspended in the middle of a run, another takes the run over, and the first wakes
+up: one of them goes on, the other ends in one line, and the data have the bits of a run that
+nobody disturbed. The two hosts are UTS namespaces; HEARTBEAT_S and STALE_S are short in their
+processes."""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def host(path: Path, name: str, store: str) -> Folder:
 
 
 def suspend(flow: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Stops a flow's process, then all that it started, as a host that is suspended; returns them."""
+    """Stops a flow's process, then all that it started, as a host
+    that is suspended; returns them."""
     process = psutil.Process(flow.pid)
     process.suspend()  # from here on it starts no other
     stopped = [process, *process.children(recursive=True)]
@@ -69,7 +72,8 @@ def committed_under(run: Path, lease: int) -> bool:
 
 
 def data(run: Run) -> dict[str, str]:
-    """The sha256 of each file of data that manifests name, of the policies those of the SFT: others may be stored as differences."""
+    """The sha256 of each file of data that manifests name, of the policies those of the SFT: others
+    may be stored as differences."""
     found = {}
     for segment in range(run.num_segments):
         for file in run.committed("sft", segment, "policy")[1].files:

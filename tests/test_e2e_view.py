@@ -1,4 +1,5 @@
-"""`rlpipe view` over a real run, in a headless Chromium: with the mouse, with keys, by its links, and while nobody may read without the key."""
+"""`rlpipe view` over a real run, in a headless Chromium: with the mouse, with keys, by its links,
+and while nobody may read without the key."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def address(undisturbed: Undisturbed) -> Iterator[str]:
 
 @pytest.fixture
 def view(address: str) -> Iterator[Browser]:
-    """A tab in which every error of a script is a failure: one that the content policy stops, too."""
+    """A tab in which every error of a script is a failure: one that
+    the content policy stops, too."""
     with browser(address) as view:
         errors: list[str] = []
         view.page.on("pageerror", lambda error: errors.append(str(error)))

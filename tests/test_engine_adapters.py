@@ -1,4 +1,5 @@
-"""Engines that load an adapter beside their base: which do, with what they are started, in what order they are told, and what they are asked for."""
+"""Engines that load an adapter beside their base: which do, with what they are started, in what
+order they are told, and what they are asked for."""
 
 from __future__ import annotations
 
@@ -102,11 +103,12 @@ async def played() -> AsyncIterator[tuple[Played, str]]:
 
 ORDER = {
     "sglang": [
-        "/server_info", "/pause_generation", "/unload_lora_adapter", "/load_lora_adapter", "/flush_cache", "/update_weight_version",
-        "/continue_generation",
+        "/server_info", "/pause_generation", "/unload_lora_adapter", "/load_lora_adapter", "/flush_cache",
+        "/update_weight_version", "/continue_generation",
     ],
     "vllm": [
-        "/pause?mode=abort", "/v1/load_lora_adapter", "/update_weight_version", "/reset_prefix_cache?reset_running_requests=true", "/resume",
+        "/pause?mode=abort", "/v1/load_lora_adapter", "/update_weight_version",
+        "/reset_prefix_cache?reset_running_requests=true", "/resume",
     ],
 }  # fmt: skip
 
@@ -188,14 +190,16 @@ async def test_what_an_engine_is_told_of_each_policy(tmp_path: Path) -> None:
     await engine.started_on(Weights(other, 2, PROBE, "a2"))
     await engine.load(Weights(one, 3, PROBE))
     assert told == [
-        ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2), ("adapter", "a2", 2), ("load", str(one), 3),
+        ("adopt", 0), ("adapter", "a1", 1), ("adapter", "", 0), ("adopt", 2),
+        ("adapter", "a2", 2), ("load", str(one), 3),
     ]  # fmt: skip
 
 
 async def test_the_adapter_that_a_restart_is_to_load_stays_while_a_newer_one_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the base first, for minutes; behind its back the adapter was removed, and the restart was for nothing."""
+    """It reads the base first, for minutes; behind its back the adapter was removed, and the
+    restart was for nothing."""
     local = tmp_path / "weights"
     host = EngineHost(settings("sglang"), SimpleNamespace(), tmp_path)  # type: ignore[arg-type]
     host.weights, restarted, newest = (

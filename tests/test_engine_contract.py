@@ -1,6 +1,9 @@
-"""/generate over HTTP: fields, shapes, stop tokens, logprobs, lengths, refusals, keys. One contract, every engine.
+"""/generate over HTTP: fields, shapes, stop tokens, logprobs, lengths, refusals, keys.
 
-Runs against the engine that RLPIPE_TEST_ENGINE names; what holds for rlpipe's own engine only is in test_engine_local.py.
+One contract, every engine.
+
+Runs against the engine that RLPIPE_TEST_ENGINE names; what holds for rlpipe's own engine
+only is in test_engine_local.py.
 """
 
 from __future__ import annotations
@@ -148,7 +151,8 @@ async def test_top_k_and_top_p_keep_what_they_should() -> None:
 
 
 async def test_lengths_that_every_engine_takes() -> None:
-    """A prompt of at most context - 7 and, with the completion, at most context - 2 tokens; more than the context is refused."""
+    """A prompt of at most context - 7 and, with the completion, at most context - 2 tokens; more
+    than the context is refused."""
     for prompt, new in ((CONTEXT_TOKENS - 7, 5), (CONTEXT_TOKENS - 12, 10), (CONTEXT_TOKENS - 82, 80)):
         answer = await engine("a").generate([7] * prompt, {**GREEDY, "max_new_tokens": new})
         assert len(answer["output_ids"]) == new and answer["meta_info"]["finish_reason"] == {

@@ -1,6 +1,7 @@
 """Pause, continue, abort, reload over HTTP. One contract, every engine.
 
-Runs against the engine that RLPIPE_TEST_ENGINE names; what holds for rlpipe's own engine only is in test_engine_local.py.
+Runs against the engine that RLPIPE_TEST_ENGINE names; what holds for rlpipe's own engine
+only is in test_engine_local.py.
 """
 
 from __future__ import annotations
@@ -254,7 +255,8 @@ async def test_reload_changes_weights_version_and_checksum() -> None:
     await engine("a").reload(tiny_model(1), "2")
     answer = await engine("a").generate(PROMPT, {"max_new_tokens": 16, "ignore_eos": True})
     assert answer["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 16}]
-    check_logprobs(answer, [tiny_model(1)])  # the embeddings are tied: a head left behind would be seen here
+    # the embeddings are tied: a head left behind would be seen here
+    check_logprobs(answer, [tiny_model(1)])
     _, model = await engine("a").get("/model_info")
     assert (model["weight_version"], model["model_path"]) == ("2", str(tiny_model(1)))
     after, after_all = await checksums()

@@ -1,4 +1,5 @@
-"""Hosts that join a run as processes of their own, die and leave, while the pool goes on with what is there."""
+"""Hosts that join a run as processes of their own, die and leave, while the
+pool goes on with what is there."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
                 len({completion.engine for group in await one.pool.generate(requests()) for completion in group}) == 2
             )
 
-        await until_async(both_sample, look_s=0)  # it is given the weights while the pool samples, and takes part
+        # it is given the weights while the pool samples, and takes part
+        await until_async(both_sample, look_s=0)
         await one.serve(1)
         check_whole(await one.pool.generate(requests()), 6)
         await until_engines(one, one.version, 2)
@@ -125,7 +127,8 @@ async def test_hosts_join_follow_the_weights_die_and_leave(
         await until_engines(one, one.version, 2)
         assert tokens(await one.pool.generate(requests())) == tokens(undisturbed)
 
-        with pytest.raises(StoreError, match="torn"):  # a host far away refuses as the one in this process does
+        # a host far away refuses as the one in this process does
+        with pytest.raises(StoreError, match="torn"):
             await joined_host(one).serve(one.policy(2, "torn", tear), one.version + 1, probe(2), None)
         with pytest.raises(StoreError, match="torn"):
             await joined_host(one).clients(one.version + 1)

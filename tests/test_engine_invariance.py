@@ -1,4 +1,5 @@
-"""A request with a seed has the same tokens and the same bits of its logprobs whatever runs beside it, in any order, anywhere."""
+"""A request with a seed has the same tokens and the same bits of its logprobs whatever runs beside
+it, in any order, anywhere."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def local_model(device: str) -> LocalModel:
 
 
 def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any]:
-    """Runs requests on a scheduler of their own; the last `late` of them arrive after some steps."""
+    """Runs requests on a scheduler of their own; the last `late`
+    of them arrive after some steps."""
     scheduler = Scheduler(local_model(device), "1", torch.get_num_threads())
     calls = {}
     with torch.inference_mode():

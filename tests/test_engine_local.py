@@ -1,4 +1,5 @@
-"""What holds for rlpipe's own engine only: it survives what kills SGLang, refuses what SGLang lets pass, ends with an exit code."""
+"""What holds for rlpipe's own engine only: it survives what kills SGLang, refuses what SGLang lets
+pass, ends with an exit code."""
 
 from __future__ import annotations
 
@@ -171,7 +172,11 @@ async def test_a_body_that_is_no_json_is_a_400(body: bytes) -> None:
 
 
 async def test_memory_stays_flat_over_reloads() -> None:
-    """Over 80 of them. An allocator takes 29 MB once, seen between the 30th and the 40th: that is before they are counted."""
+    """Over 80 of them.
+
+    An allocator takes 29 MB once, seen between the 30th and the 40th:
+    that is before they are counted.
+    """
     process = psutil.Process(local_engine("a").process.pid)
     after: list[int] = []
     for index in range(130):

@@ -1,6 +1,8 @@
-"""The pool and its host against real engines: spread, versions, lost and hung engines, reloads that fail or lie.
+"""The pool and its host against real engines: spread, versions, lost and hung
+engines, reloads that fail or lie.
 
-Also run on real SGLang servers (marker `contract`). The tests share two engines and leave them well, whatever their version.
+Also run on real SGLang servers (marker `contract`). The tests share two engines and leave them
+well, whatever their version.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
     survived = await pending
     check_whole(survived, LONG)
     check_same(survived, undisturbed)
-    await until_async(lambda: two.restarts() != restarts)  # vLLM's server outlives its worker for a moment
+    # vLLM's server outlives its worker for a moment
+    await until_async(lambda: two.restarts() != restarts)
     await two.until_back()
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
     assert engines_of(await two.pool.generate(requests())) == BOTH
@@ -140,7 +143,8 @@ async def test_a_hung_engine_does_not_keep_new_weights_from_the_other(two: World
 async def test_engines_with_another_policy_of_the_same_version_sample_nothing_until_they_have_this_one(
     two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flow was killed before it committed what its host serves, and the next start of the run has made other bits."""
+    """A flow was killed before it committed what its host serves, and the next start
+    of the run has made other bits."""
     fetch, proved = two.host._fetch, list[int | None]()
 
     def fetched(*asked: Any) -> Weights:
@@ -192,7 +196,8 @@ async def test_a_reload_that_did_nothing_but_says_it_did_is_caught_by_the_probe(
 async def test_an_engine_that_kept_its_weights_is_caught_however_small_the_step(
     two: World, by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The old answer is within the tolerance of the new one: as it is in bfloat16 after any step."""
+    """The old answer is within the tolerance of the new one: as it
+    is in bfloat16 after any step."""
 
     def step(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -283,7 +288,8 @@ async def test_enough_cuts_short_what_runs_and_it_goes_on_later_under_new_weight
     orders = [*requests(20, groups=4), *requests(400)[4:]]
 
     async def cut_at_second_group() -> dict[int, list[Completion]]:
-        """The groups that were cut short; none where the engines were done before there was enough."""
+        """The groups that were cut short; none where the engines
+        were done before there was enough."""
         enough, finished = asyncio.Event(), set[int]()
 
         async def on_group(index: int, group: list[Completion]) -> None:

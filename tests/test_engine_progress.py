@@ -1,4 +1,5 @@
-"""The deadline of a request is progress: slow engines are waited for, silent and lost ones are left with what they sampled."""
+"""The deadline of a request is progress: slow engines are waited for, silent and lost ones are left
+with what they sampled."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ async def test_what_waits_in_the_engine_s_own_queue_is_no_fault() -> None:
     engine = SlowEngine("a", TICK_S, seats=1)
     async with slow_pool(engine, progress_timeout_s=TIMEOUT_S) as pool:
         count = NUM_TICKS // 2
-        [group] = await pool.generate(wanted(*[count] * 4))  # the last waits for one timeout and a half
+        # the last waits for one timeout and a half
+        [group] = await pool.generate(wanted(*[count] * 4))
         for completion in group:
             check(completion, count, "a")
     assert engine.asked == [PROMPT] * 4 and not engine.aborts
@@ -125,7 +127,8 @@ async def test_a_token_a_second_for_a_quarter_of_an_hour_at_the_default_deadline
         check(completion, 900, "b")
         kept = len(second.asked[0]) - len(PROMPT)
         print(
-            f"{time.monotonic() - started:.0f} s; {first.num_sampled} tokens before the kill, {kept} kept, {second.num_sampled} after"
+            f"{time.monotonic() - started:.0f} s; {first.num_sampled} tokens before the kill, {kept} kept, "
+            f"{second.num_sampled} after"
         )
     assert kept >= first.num_sampled - 1 and kept + second.num_sampled == 900
 

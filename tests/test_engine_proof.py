@@ -1,4 +1,5 @@
-"""What proves a reload, with answers that are played: tolerances of models with and without experts, and old weights in place of new ones."""
+"""What proves a reload, with answers that are played: tolerances of models with and without
+experts, and old weights in place of new ones."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def rounded(exact: list[float], seeded: random.Random, by: float = ROUNDING) -> 
 def test_new_weights_are_never_taken_for_old_ones_and_old_ones_always_are(
     seed: int, step: float, quieter: float
 ) -> None:
-    """Trainer and engine round each in its own way, and anew for other weights; a step may be far below that."""
+    """Trainer and engine round each in its own way, and anew for other
+    weights; a step may be far below that."""
     seeded = random.Random(seed)
     exact = [seeded.uniform(-12, -4) for _ in range(32)]
     moved = rounded(exact, seeded, step)
@@ -63,7 +65,8 @@ def test_a_checksum_that_stayed_says_it_alone() -> None:
 
 @pytest.mark.parametrize(("dtype", "flip"), [("float32", 1.5e-5), ("bfloat16", 0.02)])
 def test_a_step_that_rounding_hides_proves_nothing(dtype: Literal["float32", "bfloat16"], flip: float) -> None:
-    """Behind learning rates of 1e-9 to 1e-11 right weights were taken for old ones: a restart each, and the run's end after some."""
+    """Behind learning rates of 1e-9 to 1e-11 right weights were taken for old ones: a restart each,
+    and the run's end after some."""
     model, answer = ModelConfig(dtype=dtype), [-3.0] * 32
     before = proof(answer, answer)
     assert stale(proof([*answer[:-1], -3.0 + flip], answer), before, model) == ""
@@ -75,7 +78,8 @@ def test_a_step_that_rounding_hides_proves_nothing(dtype: Literal["float32", "bf
     [
         ("bfloat16", False, [0.05] * 32, ""),
         ("bfloat16", False, [0.05] * 28 + [3.0] * 4, "0.419 away from the trainer's, on average (at most 0.3)"),
-        ("bfloat16", True, [0.05] * 28 + [3.0] * 4, ""),  # a router chose other experts for four tokens
+        # a router chose other experts for four tokens
+        ("bfloat16", True, [0.05] * 28 + [3.0] * 4, ""),
         ("bfloat16", True, [0.4] * 15 + [0.2] * 17, ""),
         (
             "bfloat16",

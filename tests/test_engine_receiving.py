@@ -1,4 +1,5 @@
-"""A real gang and real SGLang engines (`make test-sglang`): a policy out of the trainer's memory is the one of the files, and a fault ends on the disk's."""
+"""A real gang and real SGLang engines (`make test-sglang`): a policy out of the trainer's memory is
+the one of the files, and a fault ends on the disk's."""
 
 from __future__ import annotations
 

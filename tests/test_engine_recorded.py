@@ -1,4 +1,5 @@
-"""A step that was recorded as a graph gives the bits of the model's own code, and only such a step is recorded."""
+"""A step that was recorded as a graph gives the bits of the model's own code,
+and only such a step is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines that give their memory back while a trainer works, and take it again: real processes, real memory, the same bits."""
+"""Engines that give their memory back while a trainer works, and take it again: real processes,
+real memory, the same bits."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     assert (folder / "model.safetensors").stat().st_size > 100e6
@@ -110,7 +112,8 @@ async def test_a_host_s_engines_go_die_and_come_back(tmp_path: Path) -> None:
         await made.pool.release([])
         assert made.pool.version is None and await made.host.clients(made.version) == []
         made.signal(0, signal.SIGKILL)
-        await asyncio.sleep(2)  # several looks of the watch: it must not start what others have the memory for
+        # several looks of the watch: it must not start what others have the memory for
+        await asyncio.sleep(2)
         assert made.restarts() == [0, 0] and not made.engine(0).service.alive() and made.engine(1).service.alive()
         await made.serve(0)
         await made.until_back()

@@ -29,7 +29,8 @@ def test_uniforms_are_uniform_and_independent_of_their_neighbours() -> None:
     for values in (by_seed, by_index):
         assert values.min() >= 0 and values.max() < 1
         histogram = np.histogram(values, bins=20, range=(0, 1))[0]
-        assert ((histogram - 1000) ** 2 / 1000).sum() < 45  # chi-squared, 19 degrees of freedom, p = 0.0007
+        # chi-squared, 19 degrees of freedom, p = 0.0007
+        assert ((histogram - 1000) ** 2 / 1000).sum() < 45
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
     assert uniforms(seeds[77:78], index[:1])[0] == by_seed[77]
 

@@ -1,4 +1,5 @@
-"""Async environments: all that is asked is under way at once in one process, no thread waits for it, and a lost process costs nobody else."""
+"""Async environments: all that is asked is under way at once in one process, no thread waits for
+it, and a lost process costs nobody else."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ async def test_a_rollout_that_waits_no_more_has_its_call_cancelled(pool: Environ
 
 
 async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> None:
-    """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it for a process that was killed."""
+    """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it
+    for a process that was killed."""
     environments, pid, (process,) = opened(pool, 2), await pid_of(pool), pool._processes
     hasty(pool)  # it has twice that
     steps = [

@@ -1,4 +1,5 @@
-"""The calculator: what it computes, what it refuses, how a rollout goes, and the data that goes with it."""
+"""The calculator: what it computes, what it refuses, how a rollout goes,
+and the data that goes with it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_it_computes_what_python_computes(rest: list[tuple[str, str]], first: st
 
 @pytest.mark.parametrize(
     "expression",
-    ["", " ", "+", "-", "3+", "*3", "3 4", "3--", "3---4", "2**8", "8/2", "(3)", "1.5", "0x10", "1e3", "abs(1)", "__import__('os')",
+    ["", " ", "+", "-", "3+", "*3", "3 4", "3--", "3---4", "2**8", "8/2", "(3)", "1.5", "0x10",
+     "1e3", "abs(1)", "__import__('os')",
      "٣*٤", "3\n\n*", "9" * 101, "[" * 1_000_000],
 )  # fmt: skip
 def test_anything_else_is_refused(expression: str) -> None:
@@ -60,7 +62,8 @@ def test_a_call_is_answered_and_an_answer_judged() -> None:
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [("<answer>148</answer>", 1.0), ("<answer>147</answer>", 0.0), ("<answer></answer>", 0.0), ("148", 0.0), ("", 0.0),
-     ("<answer>147</answer><answer>148</answer>", 0.0), ("<answer>1</answer><tool>37*4</tool>", 0.0), ("<tool>37*4", 0.0)],
+     ("<answer>147</answer><answer>148</answer>", 0.0), ("<answer>1</answer><tool>37*4</tool>", 0.0),
+     ("<tool>37*4", 0.0)],
 )  # fmt: skip
 def test_what_ends_a_rollout(completion: str, reward: float) -> None:
     assert started().step(completion) == Step(done=True, reward=reward)

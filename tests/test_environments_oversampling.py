@@ -1,4 +1,5 @@
-"""Over-sampling in an environment: a rollout that is cut short, in a turn or between two, goes on in a later iteration as if it had not been."""
+"""Over-sampling in an environment: a rollout that is cut short, in a turn or between two, goes on
+in a later iteration as if it had not been."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.test_oversampling import ONE_SHARD, PlayedPool, PlayedTokenizer, Worl
 
 END, TOKENS_MAX, TURNS_MAX, ITERATIONS = 0, 30, 3, 6
 SETS = [
-    "rl.environment=calculator", f"rl.turns_max={TURNS_MAX}", f"rl.completion_tokens_max={TOKENS_MAX}", "rl.oversampling=2",
+    "rl.environment=calculator", f"rl.turns_max={TURNS_MAX}", f"rl.completion_tokens_max={TOKENS_MAX}",
+    "rl.oversampling=2",
     "rl.staleness_max=3", ONE_SHARD,
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The processes of environments: whatever one does, its rollout ends with a reason, the others go on, and nothing hangs."""
+"""The processes of environments: whatever one does, its rollout ends with a reason, the others go
+on, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -86,9 +87,11 @@ class Bare:
     def start(self, prompt): ...
 '''
 BAD = {
-    "raise": "environment_error", "sleep": "environment_timeout", "spin": "environment_timeout", "exit": "environment_error",
+    "raise": "environment_error", "sleep": "environment_timeout", "spin": "environment_timeout",
+    "exit": "environment_error",
     "kill": "environment_crash", **dict.fromkeys(
-        ["none", "dict", "nothing", "nan", "text", "metric", "big", "role", "surrogate", "content"], "environment_invalid"),
+        ["none", "dict", "nothing", "nan", "text", "metric", "big", "role", "surrogate", "content"],
+        "environment_invalid"),
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""Rollouts of several turns: every token is accounted for, once, whoever wrote it, and every rollout ends for a reason that is told.
+"""Rollouts of several turns: every token is accounted for, once, whoever wrote it, and every
+rollout ends for a reason that is told.
 
-The engine is played, so that what it samples is known; so are the environments of the property, which need no process to be random.
+The engine is played, so that what it samples is known; so are the environments of the property,
+which need no process to be random.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ TOKENS_MAX, TURNS_MAX, END = 24, 3, 9
 
 
 class PlayedTokenizer:
-    """Tokens are numbers; text is numbers too. What the environment says is one token a letter, between 7 and 8."""
+    """Tokens are numbers; text is numbers too.
+
+    What the environment says is one token a letter, between 7 and 8.
+    """
 
     stop_token_ids = (END,)
 
@@ -75,7 +80,8 @@ class PlayedTokenizer:
 
 @dataclass
 class PlayedPool:
-    """Samples tokens that no other token equals, and remembers which; rollouts in an order of their own."""
+    """Samples tokens that no other token equals, and remembers which;
+    rollouts in an order of their own."""
 
     random: Random
     version: int = 0
@@ -212,7 +218,8 @@ def check_rollout(row: JsonDict, environment: PlayedEnvironment) -> None:
     assert dropped == ("dropped", ""), "its process may forget it"
     said = [text for side, text in stretches if side]
     steps = [step for _, step in told]
-    # the policy's tokens are those sampled, in order, and the environment was told each turn of them
+    # the policy's tokens are those sampled, in order, and the
+    # environment was told each turn of them
     assert all(token >= 1000 for text in said for token in text) and [*map(PlayedTokenizer().decode, said)][
         : len(told)
     ] == [text for text, _ in told]
@@ -231,7 +238,8 @@ def check_rollout(row: JsonDict, environment: PlayedEnvironment) -> None:
 
 
 def check_turns(row: JsonDict, said: list[str], answers: list[list[JsonDict]]) -> None:
-    """Who said what is known of the stored row alone: also where nothing of it is trained, or a token of the policy was certain."""
+    """Who said what is known of the stored row alone: also where nothing of it is trained, or a
+    token of the policy was certain."""
     turns = [turn for text, answer in zip(said, [*answers, []], strict=False)
              for turn in ({"role": "assistant", "content": text}, *answer)]  # fmt: skip
     expected = turns[: len(turns) - len(answers[len(said) - 1])] if len(answers) == len(said) else turns
@@ -286,7 +294,7 @@ class Moody:
 
 class Other(Fickle):
     def start(self, prompt): return [{"role": "user", "content": "then"}]
-'''
+'''  # noqa: E501
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Evaluations: settings of their own where they are given, the same bytes where not; which version is evaluated, and what a plan refuses."""
+"""Evaluations: settings of their own where they are given, the same bytes where not; which version
+is evaluated, and what a plan refuses."""
 
 from __future__ import annotations
 

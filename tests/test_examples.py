@@ -1,4 +1,5 @@
-"""The adapters in examples/, with the packages that they adapt, in the processes that a run plays them in."""
+"""The adapters in examples/, with the packages that they adapt, in the
+processes that a run plays them in."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ class Tasks(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self):
         for number in (3, 7):
             yield GuessTask(Data(prompt=f"Guess! ({number})", system_prompt="Numbers only.", number=number), self.config.task)
-"""
+"""  # noqa: E501
 SEVERAL_TURNS = """
 __all__ = ["Tasks", "GuessEnv"]
 

@@ -1,4 +1,5 @@
-"""The lease fences: whatever of a holder that was taken for dead comes late, nothing that was committed is lost, and one holder goes on."""
+"""The lease fences: whatever of a holder that was taken for dead comes late, nothing that was
+committed is lost, and one holder goes on."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def holder_of(acts: list[str]) -> Callable[[Store], object]:
 
 
 def forker_of(iteration: int) -> Callable[[Store], object]:
-    """A process that forks the run at an iteration, and makes its policy again where it was pruned."""
+    """A process that forks the run at an iteration, and makes its
+    policy again where it was pruned."""
 
     def act(store: Store) -> None:
         parent = open_existing(store, "a")
@@ -135,7 +137,10 @@ def begun() -> dict[str, bytes]:
 
 @dataclass
 class World:
-    """A run of two iterations, and who works on it. Each is of a host of its own, and taken for dead by all others at any time."""
+    """A run of two iterations, and who works on it.
+
+    Each is of a host of its own, and taken for dead by all others at any time.
+    """
 
     memory: Memory = field(default_factory=Memory)
     manifests: dict[str, bytes] = field(default_factory=dict)
@@ -176,7 +181,10 @@ class World:
 
 
 def calls_after(actor: Actor, order: Order) -> list[tuple[str, str]]:
-    """The calls of a holder since its successor's lease stood: name and key. Those that change the run have names in capitals."""
+    """The calls of a holder since its successor's lease stood: name and key.
+
+    Those that change the run have names in capitals.
+    """
     own = next(
         (key for who, name, key, did in order if who is actor and name == "create" and did and "/lease/" in key), None
     )
@@ -194,7 +202,8 @@ def calls_after(actor: Actor, order: Order) -> list[tuple[str, str]]:
 
 
 def is_said_again(calls: list[tuple[str, str]]) -> bool:
-    """Whether a deletion that came late was followed by a look, and by pruned.json where files may be missing."""
+    """Whether a deletion that came late was followed by a look, and by
+    pruned.json where files may be missing."""
     return (
         not calls
         or calls[0][0] != "DELETE"
@@ -229,7 +238,8 @@ def test_no_late_deed_loses_what_was_committed(
         world.move(actors[index % len(actors)], calls)
     for index, actor in enumerate(actors):
         if index in killed:
-            # the one hole that is left: a late deletion, and the process killed before its next call (docs/store.md)
+            # the one hole that is left: a late deletion, and the process killed
+            # before its next call (docs/store.md)
             assume(is_said_again(calls_after(actor, order)))
             actor.kill()
     for actor in reversed(actors):
@@ -252,7 +262,8 @@ def test_no_late_deed_loses_what_was_committed(
 def test_a_prune_does_one_thing_more_at_most_once_its_lease_is_gone(
     given_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each call of the store: the session gave the run back and did not wait for its prunes, or another holder took it."""
+    """After each call of the store: the session gave the run back and did not wait for its prunes,
+    or another holder took it."""
     monkeypatch.setattr(lease, "DEEDS_S", 0.0)
     counts = []
     for num_calls in itertools.count(1):
@@ -301,7 +312,10 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(store: Store, monke
     store.create(f"{ROOT}/lease/000001.json", sealed(Holder("far", 7, 1.0, since="2026-11-26T20:00:00+00:00")))
     assert heard.wait(DEADLINE_S), "the heartbeat looks too"
     beats = store.read(f"{ROOT}/lease/000000.json")
-    said = r"run a was taken over by host far \(pid 7\) at 2026-11-26T20:00:00\+00:00: this process ends, and nothing that it committed is lost"
+    said = (
+        r"run a was taken over by host far \(pid 7\) at 2026-11-26T20:00:00\+00:00: this process ends, and "
+        "nothing that it committed is lost"
+    )
     with pytest.raises(TakenOver, match=said), first.deed():
         raise AssertionError("a deed of who was taken over")
     time.sleep(0.1)
@@ -374,7 +388,9 @@ def test_a_host_is_its_boot_and_its_pid_namespace_too(store: Store, monkeypatch:
         acquire(store, ROOT)
 
 
-@pytest.mark.parametrize("changes", [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": 10**30}, {"pid": "1"}, {"host": 3}, {"beats": -1},
+@pytest.mark.parametrize("changes",
+                         [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": 10**30},
+                          {"pid": "1"}, {"host": 3}, {"beats": -1},
                                      {"process_started": -1.0}, {"released": "no"}])  # fmt: skip
 def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, object]) -> None:
     store = Store(f"file://{tmp_path}")
@@ -383,7 +399,10 @@ def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, ob
     (name,) = changes
     with pytest.raises(
         StoreError,
-        match=rf"lease/000000\.json was written by a later version of rlpipe, or by hand: {name}: .*remove it if no process",
+        match=(
+            rf"lease/000000\.json was written by a later version of rlpipe, or by hand: {name}: "
+            ".*remove it if no process"
+        ),
     ) as said:
         acquire(store, ROOT)
     assert "\n" not in str(said.value)

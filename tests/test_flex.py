@@ -1,4 +1,5 @@
-"""flex_attention beside the attention of a model's own code: the same logprobs and gradients, without a mask of L x L."""
+"""flex_attention beside the attention of a model's own code: the same logprobs and gradients,
+without a mask of L x L."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ pytestmark = [  # what torch says of itself where it is not compiled
 
 @pytest.fixture(autouse=True)
 def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch has the backward pass for a CPU, all scores at once, and refuses it: there is no kernel."""
+    """torch has the backward pass for a CPU, all scores at once, and
+    refuses it: there is no kernel."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
     yield
     torch._dynamo.reset()
@@ -86,7 +88,8 @@ def small_policy(family: str, dtype: torch.dtype = torch.float32, **changes: obj
 
 
 def passes(policy: PolicyModel, batch: Microbatch) -> tuple[Tensor, Tensor]:
-    """The logprobs of both passes over a microbatch, and the whole gradient of their weighted sum."""
+    """The logprobs of both passes over a microbatch, and the whole
+    gradient of their weighted sum."""
     logprobs_N, _ = policy(
         batch.tokens_RL, batch.positions_RL, batch.source_N, batch.target_N, temperature=1.0, branch_RL=batch.branch_RL
     )
@@ -117,8 +120,11 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: st
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(family: str) -> None:
-    """float32. Texts of many blocks: two prompts of 600 and 250 tokens, six completions of up to 200 each, that the plan for flex_attention puts into two
-    texts, and that for a mask of L x L into more."""
+    """float32.
+
+    Texts of many blocks: two prompts of 600 and 250 tokens, six completions of up to 200 each, that
+    the plan for flex_attention puts into two texts, and that for a mask of L x L into more.
+    """
     policy = small_policy(family)
     use_flex(policy.lm)
     sequences: list[TrainSequence] = []
@@ -158,7 +164,8 @@ def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(fami
 
 
 def test_sinks_take_their_share() -> None:
-    """gpt_oss cannot be packed by its own code: each of its packed sequences is compared with the sequence alone."""
+    """gpt_oss cannot be packed by its own code: each of its packed sequences is
+    compared with the sequence alone."""
     policy = small_policy("gpt_oss")
     own, own_gradient = passes(policy, collate(packed()[0], [[index] for index in range(len(LONG))]))
     use_flex(policy.lm)
@@ -171,7 +178,8 @@ def test_sinks_take_their_share() -> None:
 @pytest.mark.parametrize("rows", [packed, shared])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "llama4_text"])
 def test_the_blocks_that_are_named_are_those_that_are_seen(family: str, rows: Callable[[], Placed]) -> None:
-    """A block that is not named is not seen by any token, and one that is named whole is seen by all of its tokens."""
+    """A block that is not named is not seen by any token, and one that is named
+    whole is seen by all of its tokens."""
     lm = small_policy(family, sliding_window=150, attention_chunk_size=100).lm
     batch = collate(*rows(), padding=9)
     dense = Masks(lm)
@@ -192,7 +200,8 @@ def test_the_blocks_that_are_named_are_those_that_are_seen(family: str, rows: Ca
         blocks = mask.shape[-1] // BLOCK
         row, query, key = torch.meshgrid(*(torch.arange(size) for size in (rows_R, length, length)), indexing="ij")
         seen = mask.mask_mod(row, row, query, key)
-        # padding of rows that branch is of one text, at one position: it sees itself, and what it sees is never used
+        # padding of rows that branch is of one text, at one position: it sees itself,
+        # and what it sees is never used
         text = torch.ones_like(own_RL, dtype=torch.bool) if batch.branch_RL is None else batch.branch_RL > 0
         assert torch.equal(seen & text[:, :, None], visible[kind] & text[:, :, None])
         filled = torch.zeros(rows_R, mask.shape[-1], mask.shape[-1], dtype=torch.bool)
@@ -208,7 +217,8 @@ def test_the_blocks_that_are_named_are_those_that_are_seen(family: str, rows: Ca
 
 
 def test_a_text_of_many_blocks_names_whole_ones() -> None:
-    """Of a row of 32k tokens the mask is 256 x 256 numbers, and all blocks below the diagonal need no rule."""
+    """Of a row of 32k tokens the mask is 256 x 256 numbers, and all blocks
+    below the diagonal need no rule."""
     positions_RL = torch.arange(32768)[None]
     text_RL = texts_of(positions_RL)
     with LiveBytes([]) as live:
@@ -223,7 +233,8 @@ def test_a_text_of_many_blocks_names_whole_ones() -> None:
 
 @pytest.mark.slow
 def test_lengths_do_not_make_new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers with and without windows, capped scores: traced as for a GPU, both passes, and computed without kernels."""
+    """Layers with and without windows, capped scores: traced as for a GPU, both passes, and
+    computed without kernels."""
     policy = small_policy("gemma2")
     counters.clear()
     traced = flex.compiled("aot_eager")
@@ -299,7 +310,8 @@ def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypat
 
 
 class NoRoom(torch.autograd.Function):
-    """What triton says of a backward kernel that takes more shared memory than a card has: heads of 256 on sm_89 and sm_120."""
+    """What triton says of a backward kernel that takes more shared memory than a card has: heads of
+    256 on sm_89 and sm_120."""
 
     @staticmethod
     def forward(ctx: object, out: Tensor) -> Tensor:
@@ -315,7 +327,8 @@ class NoRoom(torch.autograd.Function):
 def test_a_backward_pass_without_a_kernel_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The policy is then trained as if flex_attention had never been tried, to the bit: in a backward pass of sharded weights, gradients stayed."""
+    """The policy is then trained as if flex_attention had never been tried, to the bit: in a
+    backward pass of sharded weights, gradients stayed."""
     caplog.set_level(logging.INFO, "rlpipe")
     real: Callable[..., Any] = flex.flex_attention
     shas: list[str] = []

@@ -31,7 +31,10 @@ def kernels_of_its_own() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_inductor_makes_a_kernel_of_it() -> None:
-    """What runs on a GPU, on a CPU: warnings of inductor are errors here. It has no backward pass and no lse for a CPU."""
+    """What runs on a GPU, on a CPU: warnings of inductor are errors here.
+
+    It has no backward pass and no lse for a CPU.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 2 * BLOCK, 16, generator=generator) for heads in (4, 2, 2))
     positions_RL = torch.arange(2 * BLOCK)[None].repeat(2, 1) % 150
@@ -45,7 +48,8 @@ def test_inductor_makes_a_kernel_of_it() -> None:
 
 
 def test_a_kernel_is_made_and_found_in_any_thread() -> None:
-    """Activations are recomputed in autograd's threads; a scale is part of a kernel there too, and torch's own settings stay."""
+    """Activations are recomputed in autograd's threads; a scale is part of a kernel there too, and
+    torch's own settings stay."""
     counters.clear()
     query = torch.zeros(1, 2, BLOCK, 16)
     before = torch._dynamo.config.specialize_float, torch._dynamo.config.recompile_limit

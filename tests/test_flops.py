@@ -1,4 +1,5 @@
-"""The arithmetic that MFU counts, beside what torch counts in the very products of a forward pass."""
+"""The arithmetic that MFU counts, beside what torch counts in the
+very products of a forward pass."""
 
 from __future__ import annotations
 

@@ -156,9 +156,11 @@ def test_a_crashed_flow_run_is_retried_up_to_ten_starts(starts: str, retried: bo
         if each["name"] == "rlpipe-retry-crashed"
     )
     crashed = ReceivedEvent.model_validate({
-        "occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001", "event": "prefect.flow-run.Crashed",
+        "occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001",
+        "event": "prefect.flow-run.Crashed",
         "resource": {"prefect.resource.id": "prefect.flow-run.x", "prefect.run-count": starts},
-        "related": [{"prefect.resource.id": "prefect.deployment.x", "prefect.resource.role": "deployment", "prefect.resource.name": "rl"}],
+        "related": [{"prefect.resource.id": "prefect.deployment.x", "prefect.resource.role": "deployment",
+                     "prefect.resource.name": "rl"}],
     })  # fmt: skip
     assert EventTrigger.model_validate(entry["trigger"]).covers(crashed) == retried
 

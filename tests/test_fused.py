@@ -1,4 +1,5 @@
-"""What is compiled of a family's code gives what its own code gives, and is left where it does not."""
+"""What is compiled of a family's code gives what its own code gives,
+and is left where it does not."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-TRACED = "aot_eager"  # what the compiler traces, run operation by operation: a CPU takes a minute to make kernels of it
+# what the compiler traces, run operation by operation: a CPU takes a minute to make kernels of it
+TRACED = "aot_eager"
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Their rotary positions are a function of the family's file: what a test leaves there, those behind it would compute with."""
+    """Their rotary positions are a function of the family's file: what a test leaves there, those
+    behind it would compute with."""
     yield
     fused.fused.cache_clear()
     for name, file in list(sys.modules.items()):

@@ -1,4 +1,5 @@
-"""The kernels that make logprobs and entropies of logits on a GPU, against float64 and against one operation after the other.
+"""The kernels that make logprobs and entropies of logits on a GPU, against float64 and against one
+operation after the other.
 
 Legend: C positions, V vocabulary.
 """
@@ -23,7 +24,8 @@ Scores = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler traces is run operation by operation: a CPU takes a minute to make kernels of it."""
+    """What the compiler traces is run operation by operation: a CPU takes
+    a minute to make kernels of it."""
     kernel = functools.cache(functools.partial(torch.compile, dynamic=True, fullgraph=True, backend="aot_eager"))
     monkeypatch.setattr(fused, "compiled", kernel)
 

@@ -1,4 +1,5 @@
-"""The gap between engine and trainer at each token: what is stored of it, against the model's own forward pass; and that it is stored once, and whole."""
+"""The gap between engine and trainer at each token: what is stored of it, against the model's own
+forward pass; and that it is stored once, and whole."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 def some_rows(recorded: bool = False) -> list[JsonDict]:
-    """Six groups of four. One row has no scored token; two have tokens of which nobody recorded the logprob, unless all are `recorded`."""
+    """Six groups of four.
+
+    One row has no scored token; two have tokens of which nobody recorded the
+    logprob, unless all are `recorded`.
+    """
     rows = world.rollout_rows(6, 4)
     rows[5] |= {"loss_mask": [0] * len(rows[5]["loss_mask"])}
     for row in () if recorded else (rows[2], rows[9]):
@@ -68,7 +73,8 @@ def read(trainer: Trainer, folder: str, records: list[JsonDict]) -> list[JsonDic
 
 
 def expected_of(lm: Any, row: JsonDict, temperature: float) -> np.ndarray:
-    """The gap of each scored token of a row, by one forward pass of the model itself, in float64."""
+    """The gap of each scored token of a row, by one forward pass
+    of the model itself, in float64."""
     tokens = torch.tensor([row["prompt_tokens"] + row["completion_tokens"]])
     with torch.no_grad():
         logprobs = torch.log_softmax(lm(tokens).logits[0, :-1].double() / temperature, dim=-1)
@@ -115,7 +121,8 @@ def test_gaps_are_those_of_the_models_own_forward_pass(
         )
     known = np.abs([gap for row in gaps for gap in row["gap"] if not np.isnan(gap)])
     gaps = gaps[at_start]
-    if settings["num_steps"] == 1 or by_engine:  # of several the metric is the mean of the steps' means
+    # of several the metric is the mean of the steps' means
+    if settings["num_steps"] == 1 or by_engine:
         share = len(known) / sum(len(row["gap"]) for row in gaps)
         assert metrics["train/mismatch_abs_mean"] == pytest.approx(share * known.mean(), rel=1e-3)
 

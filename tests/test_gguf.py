@@ -1,4 +1,5 @@
-"""scripts/import_gguf.py: a GGUF file written here becomes a folder with the same model and the tokenizer it was trained with."""
+"""scripts/import_gguf.py: a GGUF file written here becomes a folder with the same model and the
+tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -33,17 +34,22 @@ TEMPLATE = (
 )
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
 NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
     "model.layers.": "blk.",
 }  # fmt: skip
 
 
 def tiny_llama(tied: bool) -> Any:
     config = LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=8, max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        vocab_size=len(TOKENS), hidden_size=32, intermediate_size=48,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=8, max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -172,10 +178,14 @@ INCOMPLETE: dict[str, tuple[Odd, str]] = {
     "a tensor less": (only("blk.0.ffn_up"), r"1 tensors .*: model\.layers\.0\.mlp\.up_proj\.weight is missing"),
     "a block less": (only("blk.1."), r"9 tensors .*: model\.layers\.1\.input_layernorm\.weight is missing; "),
     "no embeddings": (only("token_embd"), r"model\.embed_tokens\.weight is missing"),
-    "another shape": (only("blk.0.ffn_up", ("", lambda v: v[:-8])), r"up_proj\.weight has the shape \[40, 32\], the model's has \[48, 32\]"),
-    "a block more": (only("blk.1.ffn_up", ("", lambda v: v), ("blk.2.ffn_up.weight", lambda v: v)), r"blk\.2\.ffn_up\.weight is beyond its 2 blocks"),
-    "no numbers": (only("blk.1.ffn_up", ("", lambda v: v * np.nan)), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
-    "infinite": (only("output_norm", ("", lambda v: v * np.inf)), r"model\.norm\.weight holds values that are not finite"),
+    "another shape": (only("blk.0.ffn_up", ("", lambda v: v[:-8])),
+                      r"up_proj\.weight has the shape \[40, 32\], the model's has \[48, 32\]"),
+    "a block more": (only("blk.1.ffn_up", ("", lambda v: v), ("blk.2.ffn_up.weight", lambda v: v)),
+                     r"blk\.2\.ffn_up\.weight is beyond its 2 blocks"),
+    "no numbers": (only("blk.1.ffn_up", ("", lambda v: v * np.nan)),
+                   r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
+    "infinite": (only("output_norm", ("", lambda v: v * np.inf)),
+                 r"model\.norm\.weight holds values that are not finite"),
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What runs of older code hold is what today's code asks for: `golden/` was made by commit 50331dc (scripts/golden.py)."""
+"""What runs of older code hold is what today's code asks for: `golden/` was made by
+commit 50331dc (scripts/golden.py)."""
 
 from __future__ import annotations
 

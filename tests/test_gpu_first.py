@@ -1,4 +1,5 @@
-"""The first ten minutes on a GPU, on this machine: all its parts go through, and one that fails is a line and stops none."""
+"""The first ten minutes on a GPU, on this machine: all its parts go through, and one that fails is
+a line and stops none."""
 
 from __future__ import annotations
 

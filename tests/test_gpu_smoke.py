@@ -1,4 +1,5 @@
-"""The smoke test of a machine with GPUs, on this one: what is not there is refused in a line, and the form for a CPU goes through it all."""
+"""The smoke test of a machine with GPUs, on this one: what is not there is refused in a line, and
+the form for a CPU goes through it all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is frozen is not looked through again; garbage from before and after is collected all the same."""
+"""What is frozen is not looked through again; garbage from before and
+after is collected all the same."""
 
 from __future__ import annotations
 

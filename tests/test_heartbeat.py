@@ -1,4 +1,5 @@
-"""A heartbeat beats for as long as its process lives and works, whatever that process does, and not longer."""
+"""A heartbeat beats for as long as its process lives and works, whatever
+that process does, and not longer."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def store(tmp_path: Path) -> Store:
 
 @contextlib.contextmanager
 def holder_that(work: str, store: Store) -> Iterator[psutil.Process]:
-    """A process that has the lease and has beaten, and then does this; `heartbeat_of` finds its heartbeat."""
+    """A process that has the lease and has beaten, and then does this;
+    `heartbeat_of` finds its heartbeat."""
     with subprocess.Popen(
         [sys.executable, "-c", BEGIN + work, store.url], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -112,7 +114,8 @@ def test_a_lease_that_is_given_back_stays_so(store: Store) -> None:
 
 
 def test_one_that_is_told_to_end_before_it_begins_ends(store: Store) -> None:
-    """A run that was given back while its heartbeat started waited ten seconds for it: the word was read along with the order, and not seen."""
+    """A run that was given back while its heartbeat started waited ten seconds for it: the word was
+    read along with the order, and not seen."""
     order = {
         "store": store.url,
         "key": KEY,

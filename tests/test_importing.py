@@ -1,4 +1,5 @@
-"""The import stages: what is stored elsewhere becomes the run's own, once, and only while it is what it was."""
+"""The import stages: what is stored elsewhere becomes the run's own, once,
+and only while it is what it was."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def commit_base(run: Run, texts: list[str]) -> None:
 
 def asked(tmp_path: Path, source: Path | str, *sets: str) -> PipelineConfig:
     small = [f"data.{name}.rows_max=20" for name in ("short_words", "all_words", "words")]
-    told = ["run=b", f"store=file://{tmp_path}/store", f"rl.rollouts_from={source}", "rl.num_prompts=2", "rl.group_size=2",
+    told = ["run=b", f"store=file://{tmp_path}/store", f"rl.rollouts_from={source}",
+            "rl.num_prompts=2", "rl.group_size=2",
             "rl.num_iterations=2", "rl.filters={}", *small, *sets]  # fmt: skip
     return read_config("tiny", told, PRESETS)
 
@@ -141,7 +143,10 @@ async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
     [
         (
             [],
-            r"rl\.estimator='grpo' compares the rollouts of a group, and each group of .* has one; use reinforce_plus_plus",
+            (
+                r"rl\.estimator='grpo' compares the rollouts of a group, and each group of .* has one; "
+                "use reinforce_plus_plus"
+            ),
         ),
         (["rl.estimator=reinforce_plus_plus"], ""),
         (

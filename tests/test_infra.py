@@ -1,4 +1,7 @@
-"""infra/ by machine: schemas, lint, and what the files say of each other. Nothing here needs Docker, a cluster or a network."""
+"""infra/ by machine: schemas, lint, and what the files say of each other.
+
+Nothing here needs Docker, a cluster or a network.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ VARIABLES = set(re.findall(r"^([A-Z_]+)=", (INFRA / ".env.example").read_text(),
 SCRIPTS = sorted([*INFRA.glob("**/*.sh"), *INFRA.glob("slurm/*.sbatch")])
 # what an sbatch line may say: sbatch(1)
 SBATCH = re.compile(
-    r"#SBATCH --(nodes=\d+|ntasks=\d+|ntasks-per-node=1|gpus-per-node=\d+|cpus-per-task=\d+|time=\d+:\d\d:\d\d|signal=B:USR1@\d+|requeue|no-kill|dependency=singleton"
+    r"#SBATCH --(nodes=\d+|ntasks=\d+|ntasks-per-node=1|gpus-per-node=\d+|cpus-per-task=\d+|time=\d+:\d\d:\d\d|"
+    r"signal=B:USR1@\d+|requeue|no-kill|dependency=singleton"
     r"|open-mode=append|output=\S+)"
 )
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Every object of the kustomization, in its order, with what the kustomization adds: the namespace and the ConfigMaps."""
+    """Every object of the kustomization, in its order, with what the kustomization adds: the
+    namespace and the ConfigMaps."""
     folder = INFRA / "kubernetes"
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     found = [each for name in kustomization["resources"] for each in yaml.safe_load_all((folder / name).read_text())]
@@ -63,7 +68,8 @@ def template(pool: str) -> dict[str, Any]:
 
 
 def job(pool: str, **variables: Any) -> dict[str, Any]:
-    """The Job that the Kubernetes worker of this pool submits for a flow run: by the worker's own code."""
+    """The Job that the Kubernetes worker of this pool submits for a flow
+    run: by the worker's own code."""
     from prefect.client.schemas.objects import FlowRun
     from prefect.utilities.templating import apply_values
     from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
@@ -150,7 +156,8 @@ def test_a_misspelt_manifest_is_refused() -> None:
 @pytest.mark.parametrize("pool", POOLS)
 def test_jobs_hold_the_schemas_of_kubernetes(pool: str) -> None:
     made = job(pool)
-    for field in ("parallelism", "completions"):  # Prefect insists on these two in the pod; the API server drops them
+    # Prefect insists on these two in the pod; the API server drops them
+    for field in ("parallelism", "completions"):
         del made["spec"]["template"]["spec"][field]
     kubernetes_validate.validate(made, KUBERNETES, strict=True)
 
@@ -169,7 +176,8 @@ def test_jobs_on_gpus_ask_for_gpus_and_shared_memory(pool: str) -> None:
 
 @pytest.mark.parametrize("pool", ["train-gpu", "rollout-gpu"])
 def test_jobs_on_gpus_may_lock_memory_and_have_rdma_devices(pool: str) -> None:
-    """Where nobody asks for them they are not in the Job at all: the namespace refuses the one, no node offers the other."""
+    """Where nobody asks for them they are not in the Job at all: the namespace refuses the one, no
+    node offers the other."""
     rdma, efa = "rdma/rdma_shared_device_a", "vpc.amazonaws.com/efa"
     made = job(pool, capabilities=["IPC_LOCK"], rdma_devices=1)
     container = made["spec"]["template"]["spec"]["containers"][0]
@@ -263,7 +271,8 @@ def test_dockerfile_is_clean_and_ends_without_root() -> None:
 
 
 def test_the_image_that_trains_can_build_what_triton_starts_kernels_with() -> None:
-    """A C compiler, its library's headers, and Python's: those of python:3.11-slim, where a Debian's python3 would have none."""
+    """A C compiler, its library's headers, and Python's: those of python:3.11-slim, where a
+    Debian's python3 would have none."""
     stages = re.split(r"^FROM ", (INFRA / "Dockerfile").read_text(), flags=re.M)
     (trainer,) = (stage for stage in stages if re.match(r"\S+ AS system-trainer\n", stage))
     assert trainer.startswith("${PYTHON_IMAGE} ") and re.search(

@@ -49,9 +49,11 @@ class Machine:
                  f'*) echo "$*" >>{self.folder}/began; exit 9;; esac')  # fmt: skip
 
     def install(self, script: str, *options: str, **environment: str) -> tuple[int, str, str]:
-        """Exit code, output and errors of a script here. 9: it had nothing against this machine, and began."""
+        """Exit code, output and errors of a script here. 9: it had nothing
+        against this machine, and began."""
         ended = subprocess.run(
-            [str(self.bin / "bash"), f"scripts/{script}", *options, *([str(self.folder / "venv")] if script == SGLANG else [])],
+            [str(self.bin / "bash"), f"scripts/{script}", *options,
+             *([str(self.folder / "venv")] if script == SGLANG else [])],
             cwd=self.folder, env={"PATH": str(self.bin), "HOME": str(self.folder), **environment},
             capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
@@ -82,7 +84,8 @@ NO_HEADER = "case $1 in --query*) echo {};; esac"
 @pytest.mark.parametrize(
     ("programs", "wrong"),
     [
-        ({"nvidia-smi": OLD_DRIVER}, "NVIDIA driver 570.86.10 is too old for CUDA 13.*install 580.65 or newer.*cuda-compat-13-0"),
+        ({"nvidia-smi": OLD_DRIVER},
+         "NVIDIA driver 570.86.10 is too old for CUDA 13.*install 580.65 or newer.*cuda-compat-13-0"),
         ({"nvidia-smi": NO_HEADER.format("570.86.10")}, "NVIDIA driver 570.86.10 is too old"),
         ({"nvidia-smi": "echo 'NVIDIA-SMI has failed'; exit 9"}, "nvidia-smi is here and sees no GPU: mend the driver"),
         ({"nvidia-smi": COMPATIBLE}, ""),
@@ -196,7 +199,8 @@ def test_the_oldest_and_the_newest_versions_get_an_environment_beside_the_one_of
 def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cuda_s_on_a_machine_without_gpus(
     machine: Machine,
 ) -> None:
-    """pip leaves alone what is there and fits, and of two indexes takes the newer torch, with gigabytes of CUDA."""
+    """pip leaves alone what is there and fits, and of two indexes takes the newer
+    torch, with gigabytes of CUDA."""
     (machine.bin / "nvidia-smi").unlink()
     (machine.folder / ".venv-newest" / "bin").mkdir(parents=True)
     machine.python("3.12.4")
@@ -208,7 +212,8 @@ def test_the_newest_torch_is_asked_for_again_where_an_older_one_is_and_is_no_cud
     asked: list[list[str]] = []
     for options in (["--newest"], ["test"]):
         subprocess.run(
-            [str(machine.bin / "bash"), "scripts/install.sh", *options], cwd=machine.folder, timeout=DEADLINE_S, check=True,
+            [str(machine.bin / "bash"), "scripts/install.sh", *options],
+            cwd=machine.folder, timeout=DEADLINE_S, check=True,
             env={"PATH": str(machine.bin), "HOME": str(machine.folder)}, capture_output=True,
         )  # fmt: skip
         asked.append(re.findall(r"install (.*)", (machine.folder / "began").read_text()))

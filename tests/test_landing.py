@@ -1,4 +1,5 @@
-"""What a save published comes to the store though the trainer is lost meanwhile; who asks the trainer beside that, takes turns with it."""
+"""What a save published comes to the store though the trainer is lost meanwhile; who asks the
+trainer beside that, takes turns with it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def landing(trainer: PlayedTrainer, turn: str = "") -> Landing:
 
 
 async def test_what_landed_is_never_asked_for_again() -> None:
-    """It is a state and a policy: between their commits the trainer may be lost, and files that are committed are not written again."""
+    """It is a state and a policy: between their commits the trainer may be lost, and files that are
+    committed are not written again."""
     trainer = PlayedTrainer(None)
     way = landing(trainer)
     await way.land()
@@ -89,7 +91,10 @@ async def test_it_is_not_made_again_in_memory_that_engines_have() -> None:
 
 
 async def test_a_job_is_rebuilt_after_what_is_under_way_and_in_a_turn_of_its_own() -> None:
-    """Both find the trainer lost. What is under way is made again first: what the job is rebuilt from is in the store then."""
+    """Both find the trainer lost.
+
+    What is under way is made again first: what the job is rebuilt from is in the store then.
+    """
     trainer = PlayedTrainer(NotResident(""), None)
     way, answers = landing(trainer), [NotResident("")]
     landed = asyncio.Event()

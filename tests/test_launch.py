@@ -29,7 +29,8 @@ def test_a_port_for_a_server_is_none_of_a_connection_s_and_none_that_was_given(
 ) -> None:
     every, ports = launch.PORTS, [free_port() for _ in range(200)]
     assert len({*ports}) == 200 and max(ports) < int(launch.CONNECTION_PORTS.read_text().split()[0])
-    # SGLang 0.5.23 derives seven more of its port where attention is divided: those of two engines do not meet
+    # SGLang 0.5.23 derives seven more of its port where attention is divided:
+    # those of two engines do not meet
     taken_too = [each for port in ports[:20] for each in (port, *range(port + 233, port + 240))]
     assert len({*taken_too}) == len(taken_too)
     # somebody else has ten, at one address or at all
@@ -73,7 +74,10 @@ def start_parent_of(child_argv: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_a_service_dies_with_a_parent_that_was_killed() -> None:
-    child = "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); print('watching', flush=True); time.sleep(600)"
+    child = (
+        "from rlpipe.processes.launch import die_with_parent; import time; die_with_parent(); print('watching', "
+        "flush=True); time.sleep(600)"
+    )
     parent, pid = start_parent_of([sys.executable, "-c", child])
     parent.kill()
     parent.wait(timeout=DEADLINE_S)
@@ -160,7 +164,8 @@ def test_a_taken_port_names_the_field() -> None:
 
 
 def test_as_many_files_may_be_open_as_the_system_allows() -> None:
-    """Also by the processes that are started; a shell's usual 1,024 would not hold the sockets of a large pool."""
+    """Also by the processes that are started; a shell's usual 1,024 would not
+    hold the sockets of a large pool."""
     program = (
         "import resource, subprocess, sys; from rlpipe.processes.launch import raise_file_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000)); raise_file_limit(); raise_file_limit()\n"

@@ -1,4 +1,5 @@
-"""What is to run fits the GPUs that it is given, and a batch fits a rank: refused in one line when the config is read."""
+"""What is to run fits the GPUs that it is given, and a batch fits a rank: refused in
+one line when the config is read."""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ FOUR = ["trainer.ranks=4", "trainer.gpu_ids=[0,1,2,3]"]
         (["engines.count=8", "engines.gpu_ids=[4,5,6,7]"], "engines.count=8: 4 GPUs .*set engines.count = 4"),
         (["engines.count=4", "engines.gpu_ids=[1,2]"], "engines.count=4: 2 GPUs .*set engines.count = 2"),
         (["engines.count=2", "engines.gpu_ids=[1,2,3]"], "engines.count=2: 3 GPUs .*set engines.count = 1"),
-        (["engines.gpu_ids=[1,2]", "engines.kind=local"], "engines.count=1: the local engine runs on one .*engines.count = 2"),
+        (["engines.gpu_ids=[1,2]", "engines.kind=local"],
+         "engines.count=1: the local engine runs on one .*engines.count = 2"),
         (["engines.gpu_ids=[1,1]"], "engines.gpu_ids=.*name each once"),
         (["engines.gpu_ids=[-1]"], "engines.gpu_ids=.*from 0"),
-        (["engines.gpu_ids=[1,2,3,4]", "engines.count=2", "engines.flags=['--tp', '4']"], "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
-        (["engines.gpu_ids=[1,2]", "engines.flags=['--dp-size=2']"], "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
+        (["engines.gpu_ids=[1,2,3,4]", "engines.count=2", "engines.flags=['--tp', '4']"],
+         "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
+        (["engines.gpu_ids=[1,2]", "engines.flags=['--dp-size=2']"],
+         "engines.flags=.*: an engine would take 4 GPUs, and has 2"),
         (["scratch=s3://bucket/fast"], "scratch=.*: a folder of this machine's disk"),
-        (["trainer.tokens_max=64"], "trainer.tokens_max=64: .*model.context_tokens_max=128 .*set trainer.tokens_max = 128"),
+        (["trainer.tokens_max=64"],
+         "trainer.tokens_max=64: .*model.context_tokens_max=128 .*set trainer.tokens_max = 128"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(sets: list[str], line: str) -> None:
@@ -46,15 +51,22 @@ def test_what_cannot_run_is_refused_in_one_line(sets: list[str], line: str) -> N
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        (["engines.kind=local"], "engines.transport='tensor': local engines read weights from disk; set engines.kind = 'sglang'"),
-        (["engines.kind=vllm"], "engines.transport='tensor': vllm engines read weights from disk; set engines.kind = 'sglang'"),
-        (["model.adapter=lora"], "engines.transport='tensor': of model.adapter='lora' engines load files; set engines.transport = 'disk'"),
-        (["engines.flags=['--pp-size=2']"], "engines.flags=.*: SGLang receives no tensors where --pp-size splits .* engine; leave it away"),
-        (["engines.flags=['--dp', '2']"], "engines.flags=.*: SGLang receives no tensors where --dp splits .* engine; leave it away"),
-        (["trainer.gpu_ids=[0]", "model.dtype=bfloat16"], "engines.transport='tensor': trainer and engines both have GPUs, or neither"),
+        (["engines.kind=local"],
+         "engines.transport='tensor': local engines read weights from disk; set engines.kind = 'sglang'"),
+        (["engines.kind=vllm"],
+         "engines.transport='tensor': vllm engines read weights from disk; set engines.kind = 'sglang'"),
+        (["model.adapter=lora"],
+         "engines.transport='tensor': of model.adapter='lora' engines load files; set engines.transport = 'disk'"),
+        (["engines.flags=['--pp-size=2']"],
+         "engines.flags=.*: SGLang receives no tensors where --pp-size splits .* engine; leave it away"),
+        (["engines.flags=['--dp', '2']"],
+         "engines.flags=.*: SGLang receives no tensors where --dp splits .* engine; leave it away"),
+        (["trainer.gpu_ids=[0]", "model.dtype=bfloat16"],
+         "engines.transport='tensor': trainer and engines both have GPUs, or neither"),
         (["trainer.gpu_ids=[0]", "model.dtype=bfloat16", "engines.gpu_ids=[0]", "engines.colocate=true"],
          "engines.transport='tensor': NCCL joins no two processes on one GPU"),
-        (["engines.place=elsewhere"], "engines.transport='tensor': engines that are not on the flow's machine do not reach a trainer"),
+        (["engines.place=elsewhere"],
+         "engines.transport='tensor': engines that are not on the flow's machine do not reach a trainer"),
     ],
 )  # fmt: skip
 def test_what_cannot_send_tensors_is_refused_in_one_line(sets: list[str], line: str) -> None:

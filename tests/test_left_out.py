@@ -1,4 +1,5 @@
-"""A rollout with a fault says nothing of its group: the others are trained as if it had never been sampled."""
+"""A rollout with a fault says nothing of its group: the others are trained
+as if it had never been sampled."""
 
 from __future__ import annotations
 
@@ -79,12 +80,16 @@ async def test_a_batch_and_its_trainer_have_none_of_them(tmp_path: Path, estimat
     assert faulty and {row["reward"] for row in faulty} == {0.0}  # as evaluations and metrics count it
     assert told["rollout/num_left_out"] == len(faulty) and not any(row["reward_fault"] for row in batch)
     expected = [row for row in scored if not row["reward_fault"] and str(row["group_index"]) not in told["dropped"]]
-    arrays = [np.array(values) for values in zip(*((row["reward"], row["group_index"], len(row["completion_tokens"])) for row in expected), strict=True)]  # fmt: skip
+    arrays = [np.array(values)
+              for values
+              in zip(*((row["reward"], row["group_index"], len(row["completion_tokens"])) for row in expected),
+                     strict=True)]  # fmt: skip
     rewards_B, group_index_B, lengths_B = arrays
     advantages_N = token_advantages(rewards_B, group_index_B, lengths_B, estimator=estimator)
     assert [row["advantage"] for row in batch] == rollout_means(advantages_N, lengths_B).tolist()
     ref, _ = world.session.run.committed("rl", 0, "batch/round-0")
-    read = read_rl_batch(world.session.run.store, ref, 4)  # with a KL in the reward the trainer groups these again
+    # with a KL in the reward the trainer groups these again
+    read = read_rl_batch(world.session.run.store, ref, 4)
     assert (read.rewards_B.tolist(), read.group_index_B.tolist()) == (rewards_B.tolist(), group_index_B.tolist())
     assert sum(map(len, read.steps)) == len(batch)
 

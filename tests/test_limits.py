@@ -87,12 +87,15 @@ def test_a_plateau_is_so_many_iterations_without_a_better_reward(rewards: list[f
 @pytest.mark.parametrize(
     ("sets", "metrics", "reason"),
     [
-        (["stop.kl_max=0.1", "rl.kl=loss", "rl.kl_coef=0.1"], {"train/kl": 0.2}, r"stop\.kl_max=0\.1: train/kl is 0\.2 in iteration 4"),
+        (["stop.kl_max=0.1", "rl.kl=loss", "rl.kl_coef=0.1"], {"train/kl": 0.2},
+         r"stop\.kl_max=0\.1: train/kl is 0\.2 in iteration 4"),
         (["stop.proximal_kl_max=0.1"], {"train/proximal_kl": 0.2}, r"stop\.proximal_kl_max=0\.1: .* raise the bound"),
-        (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02}, r"rl\.mismatch_max=0\.01: train/mis"),
+        (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02},
+         r"rl\.mismatch_max=0\.01: train/mis"),
         (["rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02}, ""),
         # a fork's, carried by its parent: the policy's own change
-        (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"], {"train/mismatch_abs_mean": 0.02, "rollout/num_tokens_stale": 7}, ""),
+        (["rl.on_mismatch=stop", "rl.mismatch_max=0.01"],
+         {"train/mismatch_abs_mean": 0.02, "rollout/num_tokens_stale": 7}, ""),
         (["stop.proximal_kl_max=0.3"], {"train/proximal_kl": 0.2}, ""),
     ],
 )  # fmt: skip
@@ -169,7 +172,8 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     again = create_or_continue(limited)  # another process, another budget: it knows from the store
     assert reason_to_stop(again, "rl", 1) == ""
     assert reason_to_stop(again, "rl", 2) == (
-        "budget.rollout_tokens=200 is spent (200 tokens); raise it and start the run again. 2 of 5 iterations are committed"
+        "budget.rollout_tokens=200 is spent (200 tokens); raise it and start the run again. "
+        "2 of 5 iterations are committed"
     )
     assert (
         reason_to_stop(create_or_continue(config(*sets, "budget.rollout_tokens=200", "rl.num_iterations=2")), "rl", 2)

@@ -1,4 +1,5 @@
-"""Linear layers by oneDNN: the numbers of float64, the same bits again, and a row's bits wherever it is."""
+"""Linear layers by oneDNN: the numbers of float64, the same bits again,
+and a row's bits wherever it is."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_what_onednn_is_not_for_is_torch_s() -> None:
     for input, weight in [
-        (draws(3, 4).double(), draws(5, 4).double()), (draws(3, 4).bfloat16(), draws(5, 4).bfloat16()), (draws(0, 4), draws(5, 4)),
+        (draws(3, 4).double(), draws(5, 4).double()), (draws(3, 4).bfloat16(), draws(5, 4).bfloat16()),
+        (draws(0, 4), draws(5, 4)),
     ]:  # fmt: skip
         assert torch.equal(fast_linear(input, weight), functional.linear(input, weight))
 

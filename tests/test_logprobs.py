@@ -1,4 +1,5 @@
-"""Chunked logprobs against float64 numpy over the full logits; the gradient does not depend on the chunk.
+"""Chunked logprobs against float64 numpy over the full logits; the
+gradient does not depend on the chunk.
 
 Legend: N positions, H hidden size, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""Losses against the oracle of plain Python, their gradients against finite differences, and what depends on no numbers.
+"""Losses against the oracle of plain Python, their gradients against finite differences, and what
+depends on no numbers.
 
 Legend: B sequences, T tokens. All float64 but where it says so.
 """
@@ -33,7 +34,8 @@ seeds = st.integers(0, 10_000)
 
 
 def tensors(seed: int = 0, scale: float = 0.7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """policy, proximal, advantages, a ragged mask with one row all masked; sometimes everything is."""
+    """policy, proximal, advantages, a ragged mask with one row all
+    masked; sometimes everything is."""
     random = np.random.default_rng(seed)
     policy = -random.exponential(2.0, SHAPE)
     proximal = np.minimum(policy + scale * random.standard_normal(SHAPE), 0)
@@ -203,7 +205,8 @@ def test_importance_weights(mode: str, seed: int, scale: float) -> None:
 @given(seed=seeds)
 @settings(max_examples=30)
 def test_aggregate_and_its_parts(mode: str, seed: int) -> None:
-    """With global counts, the parts of any split add up to the whole: why microbatches and ranks do not matter."""
+    """With global counts, the parts of any split add up to the whole: why
+    microbatches and ranks do not matter."""
     values, _, _, mask = tensors(seed)
     whole = aggregate(hostile(values, mask), mask, mode=mode, length=16)
     expected = oracle.aggregate(values.tolist(), mask.tolist(), mode, 16)
@@ -253,7 +256,8 @@ def test_all_masked_is_a_finite_zero_whatever_is_stored_there(objective: str, im
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_masked_tokens_are_absent_to_the_gradient_too(objective: str) -> None:
-    """As in a rollout of several turns: what is stored at the environment's tokens reaches neither loss nor gradient."""
+    """As in a rollout of several turns: what is stored at the environment's tokens
+    reaches neither loss nor gradient."""
     policy, proximal, advantages, mask = tensors(1)
     gradients = []
     for stored in (0.0, math.nan, -math.inf):

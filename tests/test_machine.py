@@ -1,4 +1,5 @@
-"""What of this machine a run asks for: GPUs that are here, and an interpreter that has the engine; faults of a run, warnings of a plan."""
+"""What of this machine a run asks for: GPUs that are here, and an interpreter that has the engine;
+faults of a run, warnings of a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_a_machine_without_gpus_has_none(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("inherited", "seen"),  # by children that are given [1] and [0], as CUDA itself reads what is inherited
+    # by children that are given [1] and [0], as CUDA itself reads what is inherited
+    ("inherited", "seen"),
     [
         ("6,7", ["7", "6"]),
         (" 6 , 7,3", ["7", "6"]),

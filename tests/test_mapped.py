@@ -1,4 +1,5 @@
-"""Files that a machine decodes once, and whose pages its processes share: the same records as those that are read whole; and who reads which rows."""
+"""Files that a machine decodes once, and whose pages its processes share: the same records as those
+that are read whole; and who reads which rows."""
 
 from __future__ import annotations
 

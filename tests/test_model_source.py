@@ -1,4 +1,5 @@
-"""Models of S3 and of other runs: fetched once and whole, verified, recorded, refused with the reason before anything large moves."""
+"""Models of S3 and of other runs: fetched once and whole, verified, recorded, refused with the
+reason before anything large moves."""
 
 from __future__ import annotations
 
@@ -235,7 +236,10 @@ async def test_a_copy_with_the_template_that_trained_is_made_once_beside_the_pol
 async def test_a_run_whose_newest_policy_was_pruned_is_refused_until_it_is_made_again(tmp_path: Path) -> None:
     parent = await test_remaking.made(tmp_path, *test_remaking.PRUNED, num_iterations=2)
     child = fork(parent, 0, override_config(parent.config, ["run=c"]))  # it did not begin to work yet
-    said = r"='run:c': its newest policy, version 1, was pruned; `rlpipe export a --version 1 --to DIR` makes it again in a folder, .*"
+    said = (
+        "='run:c': its newest policy, version 1, was pruned; `rlpipe export a --version 1 --to DIR` makes it "
+        "again in a folder, .*"
+    )
     for read in (source_of, place_of_model):
         with pytest.raises(UserError, match=f"^model\\.path{said}$"):
             read(from_run(tmp_path, "c"))

@@ -1,4 +1,5 @@
-"""Models of many families: their logprobs are those of their own forward pass, and their files those of the hub."""
+"""Models of many families: their logprobs are those of their own forward pass,
+and their files those of the hub."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ from tests.batches import read_conversations
 
 IN_PAGE = in_page()
 FAMILIES = [
-    "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "llama", "llama4_text", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3",
-    "olmo3", "exaone4", "cohere2", "granite", "granitemoehybrid", "lfm2", "jamba", "mamba", "deepseek_v3", "glm4_moe", "gpt2", "opt", "bloom",
-    "recurrent_gemma", "smollm3", "roberta", "falcon_h1", "apertus", "afmoe", "jetmoe",
+    "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "llama", "llama4_text", "mistral", "mixtral", "gemma2",
+    "gemma3_text", "gpt_oss", "phi3", "olmo3", "exaone4", "cohere2", "granite", "granitemoehybrid", "lfm2", "jamba",
+    "mamba", "deepseek_v3", "glm4_moe", "gpt2", "opt", "bloom", "recurrent_gemma", "smollm3", "roberta", "falcon_h1",
+    "apertus", "afmoe", "jetmoe",
 ]  # fmt: skip
-# fused experts, scaled embeddings, kept buffers, conversions, biases that are parameters without a gradient, numbers without a dimension
+# fused experts, scaled embeddings, kept buffers, conversions, biases that are parameters without a
+# gradient, numbers without a dimension
 SAVED = ["gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_next", "gpt2", "ernie4_5_moe", "apertus"]
 
 
@@ -190,7 +193,8 @@ def test_a_buffer_is_saved_in_its_own_number_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mamba", "mbart", "rwkv", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_a_gang_trains_what_is_built_unlike_others(trainer: Trainer, family: str) -> None:
-    """Layers named within layers; weights that are set anew by name, and cannot be where they are sharded; buffers that another module makes."""
+    """Layers named within layers; weights that are set anew by name, and cannot be where they are
+    sharded; buffers that another module makes."""
     world.run(trainer, "load", world.load_new(model=small(family)))
     data = world.conversations(trainer.gang.store, "data", 8)
     metrics = world.run(trainer, "train", world.train("new", "trained", "sft", data, {"num_steps": 2}))["metrics"]
@@ -278,7 +282,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_logits_do_not_depend_on_the_neighbours(family: str, folder_of: Callable[[str], Path]) -> None:
-    """Also of models with experts, where the number of an expert's tokens depends on all that are computed together."""
+    """Also of models with experts, where the number of an expert's tokens depends on
+    all that are computed together."""
     with torch.inference_mode():
         model = LocalModel(str(folder_of(family)), "cpu")
         prompts = [tuple(range(seed, seed + 20)) for seed in (3, 20, 31, 40)]

@@ -1,4 +1,5 @@
-"""Weights that are no numbers: named by tensor, in every number type that has such, and never served or trained from."""
+"""Weights that are no numbers: named by tensor, in every number type that has such, and never
+served or trained from."""
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ COUNT = PIECE_BYTES // 2 + 7  # more than one piece of any type
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [
-    (torch.float64, [NAN, INF, -INF, 1e39]), (torch.float32, [NAN, INF, -INF]), (torch.float16, [NAN, INF, -INF]), (torch.bfloat16, [NAN, INF, -INF]),
-    (torch.complex64, [complex(0, NAN), complex(-INF, 0)]), (torch.float8_e5m2, [NAN, INF, -INF]), (torch.float8_e4m3fn, [NAN]),
+    (torch.float64, [NAN, INF, -INF, 1e39]), (torch.float32, [NAN, INF, -INF]), (torch.float16, [NAN, INF, -INF]),
+    (torch.bfloat16, [NAN, INF, -INF]),
+    (torch.complex64, [complex(0, NAN), complex(-INF, 0)]), (torch.float8_e5m2, [NAN, INF, -INF]),
+    (torch.float8_e4m3fn, [NAN]),
 ])  # fmt: skip
 def test_a_value_that_no_model_has_is_found_wherever_it_is(
     dtype: torch.dtype, bad: list[complex], tmp_path: Path

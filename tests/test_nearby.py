@@ -1,4 +1,7 @@
-"""An artifact is read from the nearest copy: this node's disk, the node that made it, the store. What is damaged there is noticed."""
+"""An artifact is read from the nearest copy: this node's disk, the node that made it, the store.
+
+What is damaged there is noticed.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,8 @@ def test_what_is_damaged_on_the_server_comes_from_the_store_and_before_it_has_it
 def test_what_is_damaged_on_this_disk_comes_from_the_server_or_the_store(
     name: str, damage: Damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes of a large file of this disk are those that its writer hashed: the upload hashes them again, and nothing is read twice."""
+    """The bytes of a large file of this disk are those that its writer hashed: the upload hashes
+    them again, and nothing is read twice."""
     world = World(tmp_path, monkeypatch, "http://trainer/files")
     shutil.copytree(world.disk, tmp_path / "elsewhere")
     damage(world.path(name))

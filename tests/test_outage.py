@@ -1,4 +1,5 @@
-"""Prefect's API, a real one, behind a proxy that does what passes by itself: the same answers as without, or one line."""
+"""Prefect's API, a real one, behind a proxy that does what passes by itself: the same
+answers as without, or one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over-sampling through the stages, with engines that are played: whatever happens, no rollout, token or prompt is lost."""
+"""Over-sampling through the stages, with engines that are played: whatever happens, no rollout,
+token or prompt is lost."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ class PlayedPool:
         lost_at = self.random.randrange(8) if self.random.random() < self.faults else -1
         while running and not (enough and enough.is_set()):
             await asyncio.sleep(0)
-            index = self.random.choice(running[:6])  # the first come first, as with a bound on what is in flight
+            # the first come first, as with a bound on what is in flight
+            index = self.random.choice(running[:6])
             rollout = self.random.choice([i for i, completion in enumerate(done[index]) if not completion.finished])
             done[index][rollout] = self._longer(done[index][rollout], groups[index].params[rollout].max_new_tokens)
             self.seeds.append(groups[index].params[rollout].seed)
@@ -141,7 +143,8 @@ class PlayedPool:
 
 @dataclass
 class World:
-    """A run whose engines and rewards are played; `session` may be replaced at any time, as after a crash."""
+    """A run whose engines and rewards are played; `session` may be replaced
+    at any time, as after a crash."""
 
     folder: Path
     pool: PlayedPool
@@ -283,7 +286,8 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
 def check_surplus(
     world: World, told: JsonDict, trained: list[JsonDict], groups: list[list[JsonDict]], handed: set[int]
 ) -> None:
-    """The batch is no larger than was asked for, of the groups that came first; what is beyond it waits, or is dropped and counted."""
+    """The batch is no larger than was asked for, of the groups that came first; what is beyond it
+    waits, or is dropped and counted."""
     rl = world.session.config.rl
     wanted = max(rl.num_prompts, rl.groups_min)
     chosen = [group[0]["group_index"] for group in grouped(trained)]
@@ -329,7 +333,8 @@ async def check_run(
     assert last is not None
     assert read_manifest(world.session.run.store, last.folder).metrics["cursor"] == position
     if not faults and not crashes:
-        # the stage score takes over what ended the round; a group that waits for the next iteration is scored there once more
+        # the stage score takes over what ended the round; a group that waits for the next iteration
+        # is scored there once more
         assert world.rewards.scored == came
     return world
 
@@ -362,8 +367,10 @@ def test_every_rollout_token_and_prompt_is_in_exactly_one_place(
     masked: bool,
     unscored: float,
 ) -> None:
-    sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}", f"rl.train_stale_tokens={str(stale).lower()}",
-            f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}", f"rl.mask_truncated={str(masked).lower()}"]  # fmt: skip
+    sets = [f"rl.oversampling={oversampling}", f"rl.staleness_max={staleness_max}",
+            f"rl.train_stale_tokens={str(stale).lower()}",
+            f"rl.rounds_max={rounds[0]}", f"rl.groups_min={rounds[1]}",
+            f"rl.mask_truncated={str(masked).lower()}"]  # fmt: skip
     chance = 0.3 if disturbed else 0.0
     with tempfile.TemporaryDirectory() as scratch:
         asyncio.run(check_run(Path(scratch), seed, 4, chance, chance, sets, unscored))
@@ -440,8 +447,10 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
     world.start(fork(run, 1, world.config("run=finished", "rl.oversampling=1")))
     assert (await world.iterate(2))["rollout/groups_carried"] == 0
     for parent, at, sets, said in (
-        (run, 1, ["rl.environment=calculator"], r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
-        (run, 1, ["rl.temperature=0.5"], r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
+        (run, 1, ["rl.environment=calculator"],
+         r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
+        (run, 1, ["rl.temperature=0.5"],
+         r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
         (run, 1, ["rl.temperature=0.5", "rl.train_stale_tokens=false"], ""),
         (world.session.run, 2, ["rl.environment=calculator"], ""),
     ):  # fmt: skip

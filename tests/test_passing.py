@@ -29,7 +29,8 @@ def config(*sets: str) -> PipelineConfig:
     [
         (["rl.rewards={exact = 0.5}"], "rl", 0.5),
         (["rl.rewards={exact = 5.0, format = 1.0}"], "rl", 6.0),
-        (["rl.rewards={exact = 0.7, format = 0.2, overlong = 0.1}", "rl.reward_args={overlong = {tokens_max = 9, buffer = 2}}"], "rl", 0.9),
+        (["rl.rewards={exact = 0.7, format = 0.2, overlong = 0.1}",
+          "rl.reward_args={overlong = {tokens_max = 9, buffer = 2}}"], "rl", 0.9),
         (["rl.rewards={exact = 1.0, format = -0.5}"], "rl", 1.0),
         (["rl.rewards={exact = 0.5}", "evaluation.rewards={exact = 2.0}"], "rl", 0.5),
         (["rl.rewards={exact = 0.5}", "evaluation.rewards={exact = 2.0}"], "evaluation", 2.0),

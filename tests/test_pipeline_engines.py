@@ -1,6 +1,8 @@
-"""A whole pipeline on the engine that RLPIPE_TEST_ENGINE names: local, a real SGLang or a real vLLM. A sampling process is killed in it.
+"""A whole pipeline on the engine that RLPIPE_TEST_ENGINE names: local, a real SGLang or a real
+vLLM. A sampling process is killed in it.
 
-The model is of the layout of Qwen's base models: text ends with <|endoftext|>, a turn with another token, which SFT has to teach.
+The model is of the layout of Qwen's base models: text ends with <|endoftext|>, a turn with another
+token, which SFT has to teach.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ SETS = [
     "model.context_tokens_max=128", "sft.num_steps=60", "sft.segment_steps=30", "sft.decay_steps=60",
     "data.short_words.rows_max=4000", "data.all_words.rows_max=1000", "data.words.rows_max=400",
     f"rl.num_iterations={ITERATIONS}", "rl.num_prompts=12", "rl.group_size=8", "rl.shard_prompts=6", "rl.num_steps=2",
-    "rl.completion_tokens_max=40", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=8", "checkpoint.state_every=1",
+    "rl.completion_tokens_max=40", "rl.filters={}", "evaluation.every=0", "evaluation.prompts_max=8",
+    "checkpoint.state_every=1",
     "rl.mismatch_max=0.001", "rl.on_mismatch=stop", "engines.count=2", "engines.hung_timeout_s=20",
 ]  # fmt: skip
 
@@ -50,7 +53,8 @@ def base(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=128, initializer_range=0.05,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=128,
+        initializer_range=0.05,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.convert_tokens_to_ids(PAD), bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -95,7 +99,8 @@ def test_a_base_model_learns_to_end_its_turns_and_a_killed_engine_loses_nothing(
 
 @pytest.mark.skipif(ENGINE_KIND == "local", reason="test_e2e_lora.py")
 def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: Path) -> None:
-    """The first version is the base as it is, the next one an adapter beside it; each is served once its probe holds."""
+    """The first version is the base as it is, the next one an adapter beside it; each
+    is served once its probe holds."""
     lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
     folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora)
     run = open_existing(folder.open_store(), "a")

@@ -1,4 +1,5 @@
-"""What a plan says of disk and hours: by the shapes, by what is kept, and by passes that were timed here."""
+"""What a plan says of disk and hours: by the shapes, by what is kept, and
+by passes that were timed here."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
 ASKED = {"tokens_max": 64, "threads": 1, "places": 2, "engine_threads": 1}
-GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
+GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 32,
+          "intermediate_size": 64, "num_hidden_layers": 7,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}  # fmt: skip
 
 
@@ -73,13 +75,16 @@ def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_hours_are_what_the_passes_take_by_their_number() -> None:
-    sets = ["rl.num_iterations=100", "trainer.tokens_max=1000", "rl.num_prompts=10", "rl.group_size=8", "rl.completion_tokens_max=100",
-            "engines.count=1", "engines.in_flight_max=40", "evaluation.every=50", "evaluation.prompts_max=20", "evaluation.num_completions=1",
+    sets = ["rl.num_iterations=100", "trainer.tokens_max=1000", "rl.num_prompts=10",
+            "rl.group_size=8", "rl.completion_tokens_max=100",
+            "engines.count=1", "engines.in_flight_max=40", "evaluation.every=50", "evaluation.prompts_max=20",
+            "evaluation.num_completions=1",
             "model.context_tokens_max=128", "sft.batch_size=10"]  # fmt: skip
     lines = time_lines(
         config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50)
     )
-    train_s = 10 * (20 + 800) / 1000 * (3 + 1)  # a prompt once a group; the proximal logprobs are a forward pass
+    # a prompt once a group; the proximal logprobs are a forward pass
+    train_s = 10 * (20 + 800) / 1000 * (3 + 1)
     sample_s = 2 * 100 * 0.5  # 80 rollouts in 40 places
     total_h = (10 * 10 * 50 / 1000 * 3 + 100 * (train_s + sample_s) + 3 * 1 * 100 * 0.5) / 3600
     assert f"trains {train_s:.1f} s and samples {sample_s:.1f} s; in all {total_h:.2f} h" in lines[0]

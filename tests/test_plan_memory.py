@@ -1,4 +1,5 @@
-"""What a plan says a model takes: counted on its shapes as transformers builds them, and compared with what a step really takes."""
+"""What a plan says a model takes: counted on its shapes as transformers builds them, and compared
+with what a step really takes."""
 
 from __future__ import annotations
 
@@ -28,17 +29,23 @@ from tests.memory_of_a_step import LENGTH, TOKENS
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "flows" / "presets"
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": False}
-QWEN3_8B = {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+QWEN3_8B = {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288,
+            "num_hidden_layers": 36, "num_attention_heads": 32,
             "num_key_value_heads": 8}  # fmt: skip
-QWEN3_32B = {**QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+QWEN3_32B = {**QWEN3, "hidden_size": 5120, "intermediate_size": 25600,
+             "num_hidden_layers": 64, "num_attention_heads": 64,
              "num_key_value_heads": 8}  # fmt: skip
-QWEN3_30B_A3B = {**QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+QWEN3_30B_A3B = {**QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048,
+                 "intermediate_size": 6144, "num_hidden_layers": 48,
                  "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
                  "moe_intermediate_size": 768}  # fmt: skip
-SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+           "intermediate_size": 1536, "num_hidden_layers": 30,
            "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}  # fmt: skip
-MEASURED = {**QWEN3, "vocab_size": 16000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "head_dim": 32,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+MEASURED = {**QWEN3, "vocab_size": 16000, "hidden_size": 256, "intermediate_size": 1024,
+            "num_hidden_layers": 8, "head_dim": 32,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
             "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
 TRIED = TriedModel(1, "packed", ModelSizes(10, 1, 1, 1, 1))
 FACTOR = 1.5  # between what a plan says and what a process takes, either way
@@ -87,7 +94,8 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
     few = hf_config({**QWEN3_8B, "num_hidden_layers": 3})
 
     def growth(ranks: int) -> int:
-        """Bytes that twice the tokens take more: gradients and a chunk of logits are whole however many share."""
+        """Bytes that twice the tokens take more: gradients and a chunk of
+        logits are whole however many share."""
         short, long = (
             trial.microbatch_bytes(few, torch.bfloat16, 1, length, False, ranks) for length in (16384, 32768)
         )
@@ -143,7 +151,8 @@ def test_the_lines_of_a_plan_add_up() -> None:
     _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB, largest=GIB))
     assert "gradients and optimizer 8.00 + gathered layers 10.00" in training and training.endswith("= 21.00 GiB")
     assert host == (
-        "  and 8.00 GiB a rank of AdamW's moments in memory of the host; an update fetches them, at most 1.00 GiB at once"
+        "  and 8.00 GiB a rank of AdamW's moments in memory of the host; an update fetches them, "
+        "at most 1.00 GiB at once"
     )
     _, training, host, _ = memory_lines(away, ModelSizes(16 * GIB, GIB, GIB, 2**10, 0, largest=16 * GIB))
     assert "at most 8.00 GiB" in host and training.endswith("= 18.00 GiB"), (

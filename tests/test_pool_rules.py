@@ -1,4 +1,7 @@
-"""The pool's rules, with engines that are played: who is asked, for how long, and what ends a wait. Real ones: test_engine_pool."""
+"""The pool's rules, with engines that are played: who is asked, for how long, and what ends a wait.
+
+Real ones: test_engine_pool.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,8 @@ async def test_a_queue_longer_than_one_timeout_is_no_fault() -> None:
 
 
 async def test_what_on_rollout_returns_is_the_rollout_s_next_turn_where_it_was() -> None:
-    """Of each group the first rollout takes two turns more, and none waits for another of its group."""
+    """Of each group the first rollout takes two turns more, and none
+    waits for another of its group."""
     engines = [Played(name, 0.01) for name in "abc"]
     pool, wanted = await pool_of(PlayedHost([*engines]), in_flight_max=2), groups(6, tokens_max=9)
     turns: list[tuple[int, int]] = []
@@ -298,7 +302,10 @@ async def test_without_engines_a_fault_of_the_search_ends_the_wait() -> None:
 
 
 class Repeating(Played):
-    """Computes a prompt for each request that comes before one with the same prompt has a token. `begun`: prompts, in the order in which they came."""
+    """Computes a prompt for each request that comes before one with the same prompt has a token.
+
+    `begun`: prompts, in the order in which they came.
+    """
 
     def __init__(self, name: str, repeats: bool = True) -> None:
         super().__init__(name)

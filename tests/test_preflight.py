@@ -1,4 +1,5 @@
-"""What is looked at before a run starts: all faults at once, rewards on the run's own data, and no network in a plan."""
+"""What is looked at before a run starts: all faults at once, rewards on the run's own
+data, and no network in a plan."""
 
 from __future__ import annotations
 
@@ -80,9 +81,12 @@ def test_what_fits_passes_and_writes_nothing(folder: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("sets", "error"),
     [
-        ([*SUMS], "reward 'reasoning_gym' raised ValueError: prompt words/3: reward reasoning_gym needs rows of a reasoning_gym"),
+        ([*SUMS],
+         ("reward 'reasoning_gym' raised ValueError: prompt words/3: reward reasoning_gym needs "
+          "rows of a reasoning_gym")),
         ([*SUMS, 'rl.rewards={"trial_graders:never" = 1.0}'], "not today"),
-        ([*SUMS, 'rl.rewards={"trial_graders:hangs" = 1.0}', "rl.reward_timeout_s=0.2"], r"took more than rl.reward_timeout_s=0.2"),
+        ([*SUMS, 'rl.rewards={"trial_graders:hangs" = 1.0}', "rl.reward_timeout_s=0.2"],
+         r"took more than rl.reward_timeout_s=0.2"),
         ([*SUMS, 'rl.rewards={"trial_graders:dies" = 1.0}'], "its process died"),
         ([*SUMS, "rl.rewards={code = 1.0}"], "its tests cannot be read|no tests"),
         ([*SUMS, "data.words.source=unanswered.jsonl", "rl.rewards={math = 1.0}"], "has no answer"),

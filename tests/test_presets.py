@@ -1,4 +1,5 @@
-"""Every preset parses and plans, and those that need no network have data that fits: held-out prompts, room, right answers."""
+"""Every preset parses and plans, and those that need no network have data that fits: held-out
+prompts, room, right answers."""
 
 from __future__ import annotations
 

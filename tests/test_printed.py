@@ -1,4 +1,5 @@
-"""What rewards, environments, data functions and agents print: bounded in our memory and on our stderr, its end kept, and no answer among it."""
+"""What rewards, environments, data functions and agents print: bounded in our memory and on our
+stderr, its end kept, and no answer among it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""promises.toml: what README promises is in README, and the tests that hold it are there and run in CI."""
+"""promises.toml: what README promises is in README, and the tests that
+hold it are there and run in CI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Uploads behind a save: tried again, but not for ever; what changed on the disk is refused; who asks is told."""
+"""Uploads behind a save: tried again, but not for ever; what changed on the
+disk is refused; who asks is told."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def rows_of(iteration: int, reward: float = 1.0) -> list[JsonDict]:
                 "prompt_id": f"p/{group}", "group_index": group, "rollout_index": index, "prompt": f"prompt {group}",
                 "completion": f"{iteration} {group} {index}", "prompt_tokens": [1, 2], "completion_tokens": [5, 6, 7],
                 "loss_mask": [1, 1, 1], "rollout_logprobs": [-0.5, -0.5, -0.5], "weight_version": iteration,
-                "weight_versions": [{"version": iteration - 1, "num_tokens": 1}, {"version": iteration, "num_tokens": 2}],
+                "weight_versions": [{"version": iteration - 1, "num_tokens": 1},
+                                    {"version": iteration, "num_tokens": 2}],
                 "finish_reason": "abort" if cut else "stop", "seed": 3, "engine": "e",
             }  # fmt: skip
             scored = reward * (1 - index) if group == 0 else 0.0
@@ -69,7 +70,8 @@ def only(rows: list[JsonDict], schema: object) -> bytes:
 
 
 def commit_sampled(run: Run, iteration: int) -> None:
-    prompts = [fill({"prompt_id": f"p/{group}", "source": "p", "messages": "[]", "metadata": "{}", "answer": f"answer {group}",
+    prompts = [fill({"prompt_id": f"p/{group}", "source": "p", "messages": "[]",
+                     "metadata": "{}", "answer": f"answer {group}",
                      "prompt_tokens": [1, 2]}, PROMPTS) for group in range(3)]  # fmt: skip
     commit_files(run, ("rl", iteration, "prompts/round-0"), {"prompts.parquet": to_parquet(prompts, PROMPTS)})
     rows = rows_of(iteration)
@@ -106,7 +108,8 @@ def commit_whole(run: Run, iteration: int) -> None:
 
 
 def made(store: Store) -> Run:
-    """Run a: two iterations, a third under way, a pruned policy, an attempt that died; b, forked at 0; c, which filters 1 again; s, only SFT."""
+    """Run a: two iterations, a third under way, a pruned policy, an attempt that died; b, forked at
+    0; c, which filters 1 again; s, only SFT."""
     run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.num_iterations=4"))
     commit_whole(run, 0)
     commit_whole(run, 1)
@@ -167,7 +170,8 @@ def test_what_was_scored_is_seen_once_and_nothing_of_an_attempt_that_died(store:
         "select run, iteration, made_by, count(*), sum(reward), count(reward) from rollouts group by all order by all",
     )
     assert counted == [
-        ("a", 0, "a", 6, 1.0, 4), ("a", 1, "a", 6, 1.0, 4), ("a", 2, "a", 6, None, 0), ("b", 1, "b", 6, 1.0, 4), ("c", 1, "a", 6, 1.0, 4),
+        ("a", 0, "a", 6, 1.0, 4), ("a", 1, "a", 6, 1.0, 4), ("a", 2, "a", 6, None, 0),
+        ("b", 1, "b", 6, 1.0, 4), ("c", 1, "a", 6, 1.0, 4),
     ]  # fmt: skip
     assert rows(
         store, "select iteration, num_tokens, num_prompt_tokens, completion from rollouts where run = 'b' limit 1"
@@ -178,7 +182,8 @@ def test_the_gap_of_every_trained_token_is_asked_for(whole: Store) -> None:
     """By the run that trained it, as all rows; of a, which older code trained, there are none."""
     counted = rows(
         whole,
-        "select run, iteration, count(*), sum(len(gap)), max(list_max(list_filter(gap, lambda g: not isnan(g)))) from gaps group by all order by all",
+        "select run, iteration, count(*), sum(len(gap)), max(list_max(list_filter(gap, lambda g: "
+        "not isnan(g)))) from gaps group by all order by all",
     )
     assert counted == [("b", 1, 2, 6, 0.25)]
 
@@ -201,13 +206,17 @@ def test_a_fork_lists_what_it_shares_and_who_made_it(whole: Store) -> None:
     listed = [("a", 0, "a"), ("a", 1, "a"), ("b", 0, "a"), ("b", 1, "b"), ("c", 0, "a"), ("c", 1, "c")]
     assert rows(whole, "select run, iteration, made_by from iterations order by all") == listed
     assert rows(whole, "select run, iteration, made_by from iterations order by all", "b") == listed[2:4]
-    history = "select i.iteration, count(*) from iterations i join scores s on (s.run, s.iteration) = (i.made_by, i.iteration) where i.run = 'b'"
+    history = (
+        "select i.iteration, count(*) from iterations i join scores s on (s.run, s.iteration) = (i.made_by, "
+        "i.iteration) where i.run = 'b'"
+    )
     assert rows(whole, f"{history} group by all order by all") == [(0, 4), (1, 4)]
     runs = rows(
         whole,
         "select run, forked_from, fork_at, redo, num_segments, num_iterations, reward_mean from runs order by run",
     )
-    assert runs == [("a", None, None, None, 0, 2, 0.25), ("b", "a", 0, None, 0, 2, 0.25), ("c", "a", 0, "filter", 0, 2, 0.25),
+    assert runs == [("a", None, None, None, 0, 2, 0.25), ("b", "a", 0, None, 0, 2, 0.25),
+                    ("c", "a", 0, "filter", 0, 2, 0.25),
                     ("s", None, None, None, 1, 0, None)]  # fmt: skip
 
 
@@ -216,7 +225,10 @@ def test_a_run_of_sft_alone_and_a_pruned_policy_are_listed(whole: Store) -> None
         ("s", 0, "words_greedy", 0.25), ("s", 0, "words_pass_at_4", 0.5)
     ]  # fmt: skip
     assert rows(whole, "select run, weight_version, count(*) from evaluation_rollouts group by all") == [("s", 0, 2)]
-    policies = "select run, iteration, weight_version, pruned, bytes, year(ended_at) from artifacts where kind = 'policy' and run in ('a', 's')"
+    policies = (
+        "select run, iteration, weight_version, pruned, bytes, year(ended_at) from artifacts where kind = "
+        "'policy' and run in ('a', 's')"
+    )
     assert rows(whole, f"{policies} order by all") == [
         ("a", 0, 1, True, 2, 2026),
         ("a", 1, 2, False, 2, 2026),
@@ -312,7 +324,10 @@ def test_only_what_a_query_names_is_read(whole: Store, monkeypatch: pytest.Monke
 
 
 def test_answers_as_a_table_csv_and_json(whole: Store) -> None:
-    query = "select run, iteration, 0.5 as half, {'a': [1, null]} as nested, null as nothing, repeat('x', 99) as long from iterations where run = 'a' order by all"
+    query = (
+        "select run, iteration, 0.5 as half, {'a': [1, null]} as nested, null as nothing, repeat('x', "
+        "99) as long from iterations where run = 'a' order by all"
+    )
     header, rule, *lines = sql(whole, query).stdout.splitlines()
     assert header.split() == ["run", "iteration", "half", "nested", "nothing", "long"] and set(rule) == {"-", " "}
     assert lines[0].split() == ["a", "0", "0.5", '{"a":', "[1,", "null]}", "-", 59 * "x" + "…"] and len(lines) == 2

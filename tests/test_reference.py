@@ -1,4 +1,5 @@
-"""The reference of the KL as a model of its own: copied once, the same vocabulary, each run's own in a fork."""
+"""The reference of the KL as a model of its own: copied once, the same
+vocabulary, each run's own in a fork."""
 
 from __future__ import annotations
 

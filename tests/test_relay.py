@@ -1,4 +1,5 @@
-"""Nodes that fetch the same weights at the same time get them from each other: the trainer's cable carries them once, and who fails holds up nobody."""
+"""Nodes that fetch the same weights at the same time get them from each other: the trainer's cable
+carries them once, and who fails holds up nobody."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ FILES = {
 
 
 class PlayedTrainer(Disk):
-    """The trainer's node, which counts the parts that it sends; `damaged`: from where on it sends other bytes."""
+    """The trainer's node, which counts the parts that it sends; `damaged`: from
+    where on it sends other bytes."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -151,7 +153,8 @@ async def test_a_node_of_the_trainer_that_dies_in_the_midst_is_replaced_by_the_s
     world.share()
     world.second.dies_after = 2
     faults = await asyncio.gather(*(world.fetched(host) for host in hosts), return_exceptions=True)
-    assert {type(fault) for fault in faults} == {StoreError}  # neither has it all, nor has the store
+    # neither has it all, nor has the store
+    assert {type(fault) for fault in faults} == {StoreError}
     world.land()
     world.trainer.sent.clear()
     assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 2
@@ -230,10 +233,12 @@ async def test_only_parts_of_what_is_fetched_are_given_and_only_with_the_key(
             return response.status
 
     assert await status(file, part) == 206
-    for other in ("another", KEY, (await world.host()).key):  # the services' key itself, and that of another host
+    # the services' key itself, and that of another host
+    for other in ("another", KEY, (await world.host()).key):
         assert await status(file, part, other) == 401
     for key, wanted in (
-        (file, "bytes=1-9"), (file, "bytes=0-"), (file, "bytes=-5"), (file, f"bytes=0-{PART_BYTES}"), (f"{file}x", part),
+        (file, "bytes=1-9"), (file, "bytes=0-"), (file, "bytes=-5"),
+        (file, f"bytes=0-{PART_BYTES}"), (f"{file}x", part),
         (f"{FOLDER}/try/config.json", "bytes=0-1"), ("..%2F..%2Fetc%2Fpasswd", part),
     ):  # fmt: skip
         assert await status(key, wanted) == 404, (key, wanted)

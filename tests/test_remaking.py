@@ -1,4 +1,5 @@
-"""A pruned policy is made again by a real trainer, to the bit, whoever is killed and however many do it; or not at all."""
+"""A pruned policy is made again by a real trainer, to the bit, whoever is killed and
+however many do it; or not at all."""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ from tests.test_store_run import PRESETS
 
 ITERATIONS = 6
 SMALL = [
-    "sft.num_steps=0", "data.words.rows_max=60", "tracking.uri=", "model.hidden_size=32", "model.intermediate_size=32", "model.num_layers=1",
-    "model.num_heads=2", "model.num_kv_heads=1", "rl.num_steps=2", "rl.mismatch_max=9", "checkpoint.state_every=2",
+    "sft.num_steps=0", "data.words.rows_max=60", "tracking.uri=", "model.hidden_size=32", "model.intermediate_size=32",
+    "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "rl.num_steps=2", "rl.mismatch_max=9",
+    "checkpoint.state_every=2",
 ]  # fmt: skip
 PRUNED = ["checkpoint.keep_policies_last=1", "checkpoint.keep_states=1"]
 
 
 class TrainerHere:
-    """A gang of one rank in this process, asked as the flow asks one: it holds one position, and writes into its run only."""
+    """A gang of one rank in this process, asked as the flow asks one: it holds one position, and
+    writes into its run only."""
 
     started, files_url, serves_files = True, "", False
 

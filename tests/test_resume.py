@@ -1,4 +1,5 @@
-"""`rlpipe resume`: the settings of the last start, what may change given anew, and what a refused start says."""
+"""`rlpipe resume`: the settings of the last start, what may change given anew,
+and what a refused start says."""
 
 from __future__ import annotations
 

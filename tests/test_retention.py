@@ -1,4 +1,5 @@
-"""What a run keeps, what it prunes, and that neither a kill nor a fork at any moment loses a file that must stay."""
+"""What a run keeps, what it prunes, and that neither a kill nor a fork at any
+moment loses a file that must stay."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def prune(run: Run) -> None:
 
 
 def there(run: Run, stage: str = "policy") -> list[int]:
-    """The iterations of a run whose artifacts of a stage have all their files; those without have none, and say so."""
+    """The iterations of a run whose artifacts of a stage have all their files; those
+    without have none, and say so."""
     listed = set(run.store.list(run.root))
     whole = []
     for iteration in run.own_iterations():
@@ -216,7 +218,8 @@ def prune_until_killed(run: Run, nth: int) -> bool:
 
 @pytest.fixture(params=[*range(20), "every"])
 def kills(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Before which of its writes a process dies, one process after the other: at random, and each at its first, second, ... write."""
+    """Before which of its writes a process dies, one process after the other: at random, and each
+    at its first, second, ... write."""
     return iter(range(1000)) if request.param == "every" else iter(Random(request.param).choices(range(12), k=1000))
 
 
@@ -231,7 +234,8 @@ def test_killed_in_the_middle_of_pruning_again_and_again_it_ends_with_what_it_sh
         num_killed += 1
         assert audit.verify(run)[1] == [] and audit.unreferenced(run) == []
     assert num_killed
-    assert there(run) == [4, 5, 6, 9, 10, 11]  # 5 and 6: the fork's, which may be one step off policy
+    # 5 and 6: the fork's, which may be one step off policy
+    assert there(run) == [4, 5, 6, 9, 10, 11]
     assert there(run, "state") == [5, 11]
     before = run.store.list(run.root)
     prune(run)
@@ -300,7 +304,10 @@ def test_what_is_shown_listed_read_and_trained_from_says_that_it_was_pruned(tmp_
     assert sum(line.endswith("  pruned") for line in show_lines(child)) == 8
     files = audit.files(run, "policy")
     assert [int(key.split("/")[3]) for key in files] == [4, 4, 9, 9, 10, 10, 11, 11] and all(map(store.exists, files))
-    way = r"was pruned; `rlpipe export a --version 2 --to DIR` makes it again in a folder, `rlpipe fork a --at 1 --run NEW` in the store"
+    way = (
+        "was pruned; `rlpipe export a --version 2 --to DIR` makes it again in a folder, `rlpipe fork a --at 1 "
+        "--run NEW` in the store"
+    )
     with pytest.raises(StoreError, match=way):
         materialise(store, run.policy(2)[0], tmp_path / "local")
     with pytest.raises(UserError, match=r"model\.path='.*' was pruned: make it again with `rlpipe export"):

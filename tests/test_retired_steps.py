@@ -1,4 +1,5 @@
-"""An iteration that an older version left in the middle with `rl.overlap = "steps"`: it is ended as one of "none", to the same bits."""
+"""An iteration that an older version left in the middle with `rl.overlap = "steps"`: it is ended as
+one of "none", to the same bits."""
 
 from __future__ import annotations
 

@@ -45,25 +45,36 @@ HUMAN = {
 SORT = "def f(values):\n    values.sort()"
 FORMS = {
     "APPS, stdin": (prompt(SUM), ADD),
-    "APPS, in the metadata, lines": (prompt(input_output={"inputs": [["1", "2"]], "outputs": [["3", ""]]}), "print(int(input()) + int(input()))"),
+    "APPS, in the metadata, lines": (prompt(input_output={"inputs": [["1", "2"]], "outputs": [["3", ""]]}),
+                                     "print(int(input()) + int(input()))"),
     "APPS, function": (prompt({"inputs": [[[1], 2]], "outputs": [[[1, 2]]], "fn_name": "add"}), SOLUTION),
     "PRIME, function": (prompt({"inputs": ["[1]\n2"], "outputs": ["[1, 2]"], "fn_name": "add"}), SOLUTION),
     "function without a class": (prompt({"inputs": ["2"], "outputs": ["4"], "fn_name": "f"}), "def f(x): return x * x"),
-    "function of dictionaries": (prompt({"inputs": [[{"a": 1}]], "outputs": [{"1": "a"}], "fn_name": "f"}), "f = lambda d: {v: k for k, v in d.items()}"),
-    "AceCode, asserts": (prompt({"inputs": ["", ""], "outputs": ["", ""], "assert_case": ["assert f(2) == 4", "assert f(3) == 9"]}), "def f(x): return x * x"),
+    "function of dictionaries": (prompt({"inputs": [[{"a": 1}]], "outputs": [{"1": "a"}], "fn_name": "f"}),
+                                 "f = lambda d: {v: k for k, v in d.items()}"),
+    "AceCode, asserts": (prompt({"inputs": ["", ""], "outputs": ["", ""],
+                                 "assert_case": ["assert f(2) == 4", "assert f(3) == 9"]}), "def f(x): return x * x"),
     "DeepCoder, stdin": (prompt([{"input": "1 2", "output": "3", "type": "stdin_stdout"}]), ADD),
-    "LiveCodeBench, function": (prompt([{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional"}], func_name="add"), SOLUTION),
+    "LiveCodeBench, function": (prompt([{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional"}],
+                                       func_name="add"), SOLUTION),
     "verification_info": (prompt(verification_info={"answer": {"test_cases": [{"input": "1 2", "output": "3"}]}}), ADD),
     "MBPP": (prompt(test_list=PLUS_ONE, test_setup_code="import math"), "def f(x):\n    return x + 1"),
-    "MBPP, a name of Python": (prompt(test_list=["assert sum(1, 3) == 4"], code="def sum(a, b):\n    return a + b"), "def sum(a, b): return a + b"),
+    "MBPP, a name of Python": (prompt(test_list=["assert sum(1, 3) == 4"], code="def sum(a, b):\n    return a + b"),
+                               "def sum(a, b): return a + b"),
     "asserts as the answer": (prompt(PLUS_ONE), "def f(x): return x + 1"),
     "Python as the answer": (prompt("\n".join(PLUS_ONE)), "def f(x): return x + 1"),
     "HumanEval": (prompt(**HUMAN), "def g(x): return (1, 'x') if x else ()"),
-    "LeetCode's entry point": (prompt(test="def check(c):\n    assert c([1], b=2) == (1, 2)", entry_point="Solution().add"), "from typing import List\n" + SOLUTION),
-    "objects": (prompt("c = Counter2()\nc.up()\nassert c.up() == 2 and c.value == 2\nassert c.up.__call__() == 3"), "class Counter2:\n    value = 0\n    def up(self):\n        self.value += 1\n        return self.value"),
+    "LeetCode's entry point": (prompt(test="def check(c):\n    assert c([1], b=2) == (1, 2)",
+                                      entry_point="Solution().add"), "from typing import List\n" + SOLUTION),
+    "objects": (prompt("c = Counter2()\nc.up()\nassert c.up() == 2 and c.value == 2\nassert c.up.__call__() == 3"),
+                ("class Counter2:\n    value = 0\n    def up(self):\n        self.value += 1\n"
+                 "        return self.value")),
     "in place": (prompt("a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"), SORT),
-    "exceptions": (prompt("try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"), "def f(x): return 1 / x"),
-    "plain values": (prompt("assert f() == [{1, 2}, frozenset({3}), b'x', 1j, {(1,): None}, [0, 1], True, 2**70000]"), "def f(): return [{1, 2}, frozenset({3}), b'x', 1j, {(1,): None}, (i for i in range(2)), True, 2**70000]"),
+    "exceptions": (prompt("try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"),
+                   "def f(x): return 1 / x"),
+    "plain values": (prompt("assert f() == [{1, 2}, frozenset({3}), b'x', 1j, {(1,): None}, [0, 1], True, 2**70000]"),
+                     ("def f(): return [{1, 2}, frozenset({3}), b'x', 1j, {(1,): None}, "
+                      "(i for i in range(2)), True, 2**70000]")),
 }  # fmt: skip
 
 
@@ -115,8 +126,12 @@ CHEATS = {
     "exits politely": "import sys\nsys.exit()",
     "exits when asked": "def f(x):\n    import os\n    os._exit(0)",
     "prints markers": "print('OK', 'PASSED', 1, True)\ndef f(x): return 'PASSED'",
-    "equals everything": "class Any:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Any()",
-    "a number that equals everything": "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Any()",
+    "equals everything": (
+        "class Any:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Any()"
+    ),
+    "a number that equals everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return Any()"
+    ),
     "no assert": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return 0",
     "patches the sandbox": """
 import sys
@@ -218,12 +233,18 @@ def test_the_longest_inputs_are_picked_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "same"),
-    [("1\n2\n", "1\n2", True), ("1  2 ", "1 2\n", True), ("1 2", "1\n2", False), ("", "", True), ("", "1", False), ("0.30000001", "0.3", True),
-     ("0.31", "0.3", False), ("10000000", "10000001", False), ("yes", "YES", False), ("nan", "nan", True), ("inf", "0.5", False),
-     ("1e400", "1.5", False), ("2", "2.0", True), ("2.0", "2", False), ("1" * 5000, "1" * 5000, True), ("a b", "a", False),
-     ("0.0", "0.0000005", False), ("0.0000005", "0.0", False), ("6.63e-34", "9.11e-31", False), ("6.6260701e-34", "6.62607e-34", True),
-     ("1.2e-16", "0.0", True), ("-0.0", "0.0", True), ("0", "1e-7", False), ("0.0001234567", "0.000123", True), ("0.000124", "0.000123", False),
-     ("0.0010009", "0.001", False), ("123456789.5", "123456790.1", True), ("0.33333333", "0.333333", True), ("0.1", "0." + "1" * 400, False)],
+    [("1\n2\n", "1\n2", True), ("1  2 ", "1 2\n", True), ("1 2", "1\n2", False), ("", "", True),
+     ("", "1", False), ("0.30000001", "0.3", True),
+     ("0.31", "0.3", False), ("10000000", "10000001", False), ("yes", "YES", False),
+     ("nan", "nan", True), ("inf", "0.5", False),
+     ("1e400", "1.5", False), ("2", "2.0", True), ("2.0", "2", False),
+     ("1" * 5000, "1" * 5000, True), ("a b", "a", False),
+     ("0.0", "0.0000005", False), ("0.0000005", "0.0", False), ("6.63e-34", "9.11e-31", False),
+     ("6.6260701e-34", "6.62607e-34", True),
+     ("1.2e-16", "0.0", True), ("-0.0", "0.0", True), ("0", "1e-7", False), ("0.0001234567", "0.000123", True),
+     ("0.000124", "0.000123", False),
+     ("0.0010009", "0.001", False), ("123456789.5", "123456790.1", True), ("0.33333333", "0.333333", True),
+     ("0.1", "0." + "1" * 400, False)],
 )  # fmt: skip
 def test_same_output(ours: str, theirs: str, same: bool) -> None:
     assert same_output(ours, theirs) is same
@@ -231,7 +252,9 @@ def test_same_output(ours: str, theirs: str, same: bool) -> None:
 
 GRADER = "from rlpipe.extras.code_sandbox.code import check_time, code\nreward = code(time_s=8.0, total_s=16.0)\n"
 HARM = {
-    "forks": "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(30)\n        os._exit(0)\n",
+    "forks": (
+        "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(30)\n        os._exit(0)\n"
+    ),
     "memory": "x = bytearray(10 << 30)\n",
     "loop": "while True: pass\n",
     "files": "import os\nopen(f'/proc/{os.getppid()}/environ').read()\n",

@@ -1,4 +1,5 @@
-"""The reward `code`: which block of a completion is its program, and what a program may do that is none of its tests' business."""
+"""The reward `code`: which block of a completion is its program, and what a program may do that is
+none of its tests' business."""
 
 import json
 from collections.abc import Callable
@@ -35,10 +36,14 @@ def test_last_program() -> None:
 
 @pytest.mark.parametrize(
     "completion",
-    ["1. So:\n   ```python\n   {}\n   ```\n2. Done", "- ```python\n  {}\n  ```", "\t```python\n\t{}\n\t```", "> 1. ```python\n>    {}\n>    ```",
-     "```python\n{}\n`````", "~~~ Python\n{}\n~~~", "````python\n{}\n````", "```py\r\n{}\r\n```", "> ```text\n```python\n{}\n```",
-     "``` one`\n```python\n{}\n```", "1. x\n   ```python\n{}\n```", "```python\nwrong\n```\n~~~py\n{}\n~~~\n```python\nnot closed\n~~~",
-     *(f"```{info}\n{{}}\n```" for info in ('python title="x"', "{.python}", "{ .python .numberLines }", "{python}", "python3.11", "PY3", "python:a.py", "python{1,3}"))],
+    ["1. So:\n   ```python\n   {}\n   ```\n2. Done", "- ```python\n  {}\n  ```", "\t```python\n\t{}\n\t```",
+     "> 1. ```python\n>    {}\n>    ```",
+     "```python\n{}\n`````", "~~~ Python\n{}\n~~~", "````python\n{}\n````", "```py\r\n{}\r\n```",
+     "> ```text\n```python\n{}\n```",
+     "``` one`\n```python\n{}\n```", "1. x\n   ```python\n{}\n```",
+     "```python\nwrong\n```\n~~~py\n{}\n~~~\n```python\nnot closed\n~~~",
+     *(f"```{info}\n{{}}\n```" for info in ('python title="x"', "{.python}", "{ .python .numberLines }", "{python}",
+                                            "python3.11", "PY3", "python:a.py", "python{1,3}"))],
 )  # fmt: skip
 def test_a_fence_is_one_of_commonmark(completion: str) -> None:
     assert last_program(completion.replace("{}", "n = 1")) == "n = 1\n"
@@ -46,8 +51,10 @@ def test_a_fence_is_one_of_commonmark(completion: str) -> None:
 
 @pytest.mark.parametrize(
     "completion",
-    ["````python\nn\n```", "```python\nn\n~~~", "> ```python\nn\n```", "```python x`\nn\n```", "``python\nn\n``", "```python\nn\n    ```",
-     "```python\nn\n``` end", *(f"```{info}\nn\n```" for info in ("pycon", "pythonic", "python2", "python-repl", "{r}", "", "text python"))],
+    ["````python\nn\n```", "```python\nn\n~~~", "> ```python\nn\n```", "```python x`\nn\n```",
+     "``python\nn\n``", "```python\nn\n    ```",
+     "```python\nn\n``` end",
+     *(f"```{info}\nn\n```" for info in ("pycon", "pythonic", "python2", "python-repl", "{r}", "", "text python"))],
 )  # fmt: skip
 def test_no_program(completion: str) -> None:
     assert last_program(completion) is None
@@ -61,7 +68,8 @@ def test_what_is_inside_a_block_stays() -> None:
 
 
 HOSTILE = {"quotes": ">" * 100_000 + "```\n", "lists": "- " * 100_000 + "```py\n", "blank": " " * 100_000 + "```py\n",
-           "backticks": "`" * 100_000 + "\n", "digits": "1" * 100_000 + "\n", "numbers": "1. " * 100_000 + "\n"}  # fmt: skip
+           "backticks": "`" * 100_000 + "\n", "digits": "1" * 100_000 + "\n",
+           "numbers": "1. " * 100_000 + "\n"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -79,7 +87,10 @@ ENDINGS = [
     "help, license, copyright, credits",
 ]
 STACKS = ["(-1, -1)", "(2**28, 2**28)", "[2**29, -1]", "(resource.getrlimit(resource.RLIMIT_STACK)[1],) * 2"]
-DEEP = "sys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\nassert f(20_000) == 20_000"
+DEEP = (
+    "sys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\n"
+    "assert f(20_000) == 20_000"
+)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -94,7 +105,10 @@ def test_a_program_that_says_it_failed_has(ending: str, reward: Reward) -> None:
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_program_may_raise_its_stack(stack: str, reward: Reward) -> None:
-    source = f"import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, {stack})\n{DEEP}\nprint(2 * int(input()))"
+    source = (
+        f"import resource, sys, threading\nresource.setrlimit(resource.RLIMIT_STACK, {stack})\n{DEEP}\n"
+        "print(2 * int(input()))"
+    )
     assert reward(prompt(TWICE), block(source)) == 1.0
 
 

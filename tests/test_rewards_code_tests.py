@@ -1,4 +1,5 @@
-"""The reward `code`: tests written in Python all run, those that test nothing are refused, and a right program always passes."""
+"""The reward `code`: tests written in Python all run, those that test nothing are refused, and a
+right program always passes."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,10 +32,13 @@ def asked(text: str, **metadata: Any) -> dict[str, Any]:
 RUN = {
     "a function that nobody calls": prompt(NEVER_CALLED),
     "a TestCase without a runner": prompt(CASE),
-    "a TestCase of a TestCase": prompt(CASE.replace("TestF(unittest.TestCase)", "Base(unittest.TestCase)") + "class Other(Base):\n    pass\n"),
-    "a TestCase run by nobody who listens": prompt(f"{CASE}unittest.TextTestRunner().run(unittest.TestLoader().loadTestsFromTestCase(TestF))"),
+    "a TestCase of a TestCase": prompt(CASE.replace("TestF(unittest.TestCase)", "Base(unittest.TestCase)")
+                                       + "class Other(Base):\n    pass\n"),
+    "a TestCase run by nobody who listens": prompt(
+        f"{CASE}unittest.TextTestRunner().run(unittest.TestLoader().loadTestsFromTestCase(TestF))"),
     "a TestCase with unittest.main": prompt(f"{CASE}if __name__ == '__main__':\n    unittest.main()"),
-    "a class of pytest's": prompt("class TestF:\n    def setup_method(self):\n        self.x = 1\n    def test_f(self):\n        assert f(self.x) == 2"),
+    "a class of pytest's": prompt("class TestF:\n    def setup_method(self):\n        self.x = 1\n"
+                                  "    def test_f(self):\n        assert f(self.x) == 2"),
     "check, and the row names the function": prompt(CHECK, fn_name="f"),
     "check, and the prompt begins the function": asked("Write it.\n\ndef f(x):\n    '''One more.'''\n", test=CHECK),
     "under __main__": prompt("if __name__ == '__main__':\n    assert f(1) == 2"),
@@ -62,10 +66,12 @@ NOTHING = {
     "check, and two functions in the prompt": asked("def f(x): ...\ndef g(x): ...", test=CHECK),
     "what is always true": prompt("assert (f(1) == 2, 'wrong')\nassert True"),
     "a failure that is swallowed": prompt("try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('failed')"),
-    "a call swallowed": prompt(f"{NEVER_CALLED}try:\n    test_f()\nexcept Exception as error:\n    print(error)".replace("test_f", "run")),
+    "a call swallowed": prompt(f"{NEVER_CALLED}try:\n    test_f()\n"
+                               "except Exception as error:\n    print(error)".replace("test_f", "run")),
     "prints": prompt("print(f(1) == 2)"),
     "nothing of the program": prompt("def f(x):\n    return x + 1\nassert f(1) == 2"),
-    "a case without tests": prompt("import unittest\nclass A(unittest.TestCase):\n    def helper(self):\n        self.assertEqual(f(1), 2)"),
+    "a case without tests": prompt("import unittest\nclass A(unittest.TestCase):\n    def helper(self):\n"
+                                   "        self.assertEqual(f(1), 2)"),
     "pytest's parameters": prompt("def test_f(capsys):\n    assert f(1) == 2"),
     "async": prompt("async def test_f():\n    assert f(1) == 2"),
     "a relative import": prompt("from .solution import f\nassert f(1) == 2"),
@@ -89,12 +95,14 @@ FAULTS = {
     "the tests' packages": ("import no_such_package\nassert f(1) == 2", RIGHT),
     "the program as something else": ("from main import f\nassert f(1) == 2", RIGHT),
     "a Decimal": ("assert f(1) == 2", "import decimal\ndef f(x): return decimal.Decimal(x + 1)"),
-    "a date": ("import datetime\nassert f(1) == datetime.date(2020, 1, 1)", "import datetime\ndef f(x): return datetime.date(2020, 1, 1)"),
+    "a date": ("import datetime\nassert f(1) == datetime.date(2020, 1, 1)",
+               "import datetime\ndef f(x): return datetime.date(2020, 1, 1)"),
     "a deep result": ("assert f(1)", "def f(x):\n    for _ in range(5000): x = [x]\n    return x"),
     "an iterator without end": ("assert next(f(1)) == 1", "import itertools\ndef f(x): return itertools.count(x)"),
     "a fault that a test case swallows": (CASE, "import decimal\ndef f(x): return decimal.Decimal(x + 1)"),
     "a class derived from the program's": ("class B(f):\n    pass\nassert B().x == 2", "class f:\n    x = 2"),
-    "an operator with a plain value": ("assert f(1) * 2 == 4", "class f:\n    def __init__(self, x): pass\n    def __mul__(self, x): return 4"),
+    "an operator with a plain value": ("assert f(1) * 2 == 4",
+                                       "class f:\n    def __init__(self, x): pass\n    def __mul__(self, x): return 4"),
     "only skipped tests": (CASE.replace("    def", "    @unittest.skip('later')\n    def"), RIGHT),
 }  # fmt: skip
 
@@ -186,7 +194,8 @@ class Box:
 
 def test_objects_of_the_program_do_what_they_do_at_home(reward: Reward) -> None:
     assert reward(prompt(OBJECTS), block(BOX)) == 1.0
-    for right, wrong in [("return len(", "return 1 + len("), ("Full(ValueError)", "Full(Exception)"), ('raise Full("full")', "pass"), ("self.values + other", "other")]:  # fmt: skip
+    for right, wrong in [("return len(", "return 1 + len("), ("Full(ValueError)", "Full(Exception)"),
+                         ('raise Full("full")', "pass"), ("self.values + other", "other")]:  # fmt: skip
         expected = float(right == "Full(ValueError)")
         assert reward(prompt(OBJECTS), block(BOX.replace(right, wrong))) == expected, wrong
 
@@ -194,11 +203,15 @@ def test_objects_of_the_program_do_what_they_do_at_home(reward: Reward) -> None:
 @pytest.mark.parametrize(
     ("given", "output", "returns", "passes"),
     [
-        ([1], "101", "'101'", True), ([1], "101", "101", False), ([1], ["101"], "'101'", True),  # as APPS and TACO write them
-        ("1", "101", "101", True), ("1", "101", "'101'", False), ("1", '"101"', "'101'", True),  # as PRIME and LiveCodeBench
+        # as APPS and TACO write them
+        ([1], "101", "'101'", True), ([1], "101", "101", False), ([1], ["101"], "'101'", True),
+        # as PRIME and LiveCodeBench
+        ("1", "101", "101", True), ("1", "101", "'101'", False), ("1", '"101"', "'101'", True),
         ("1", "plain", "'plain'", True),
-        ([1], 0.3, "0.1 + 0.2", True), ([1], [[0.3, 1], 2], "[(0.1 + 0.2, 1), 2]", True), ([1], {"a": 0.3}, "{'a': 0.1 + 0.2}", True),
-        ([1], 0.3, "0.301", False), ([1], 3, "3.0000000001", False), ([1], [0.3], "0.1 + 0.2", True), ([1], 2.0, "2", True),
+        ([1], 0.3, "0.1 + 0.2", True), ([1], [[0.3, 1], 2], "[(0.1 + 0.2, 1), 2]", True),
+        ([1], {"a": 0.3}, "{'a': 0.1 + 0.2}", True),
+        ([1], 0.3, "0.301", False), ([1], 3, "3.0000000001", False),
+        ([1], [0.3], "0.1 + 0.2", True), ([1], 2.0, "2", True),
         ([1], 1.5, "10**400", False), ([1], 0.5, "float('nan')", False), ("1", "0.3", "0.1 + 0.2", True),
         ([{"1": 2}], 2, "x.get(1)", True), ('{"1": 2}', "2", "x.get('1')", True), ([{"a": 2}], 2, "x['a']", True),
     ],

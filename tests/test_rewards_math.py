@@ -1,5 +1,5 @@
-"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on the pairs of math_pairs.py and
-of math_hard_pairs.py, whose references are easily read in part."""
+"""`math` and `deepscaler`: the author's truth, what math-verify itself says, and what ours says, on
+the pairs of math_pairs.py and of math_hard_pairs.py, whose references are easily read in part."""
 
 import re
 from pathlib import Path
@@ -23,8 +23,8 @@ def ours(answer: str, completion: str, name: str = "math") -> bool:
 
 
 def plain(answer: str, completion: str) -> bool:
-    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is put into one. Without its
-    limits of 5 s: a busy machine takes longer."""
+    """math-verify as its README uses it: LaTeX has to be in an environment, so a bare reference is
+    put into one. Without its limits of 5 s: a busy machine takes longer."""
     marked = any(mark in answer for mark in ("$", "\\boxed", "####"))
     gold, given = (parse(text, parsing_timeout=None) for text in (answer if marked else f"${answer}$", completion))
     return bool(verify(gold, given, timeout_seconds=None))
@@ -35,7 +35,8 @@ def test_math_is_right_on_all_pairs_but_those_that_the_docs_list() -> None:
     pairs = [pair for topic in PAIRS.values() for pair in topic]
     assert len(pairs) >= 300
     assert len({pair[:2] for pair in pairs}) == len(pairs)
-    found = [(answer, completion, truth, plain(answer, completion), ours(answer, completion)) for answer, completion, truth in pairs]  # fmt: skip
+    found = [(answer, completion, truth, plain(answer, completion), ours(answer, completion)) for answer,
+             completion, truth in pairs]  # fmt: skip
     listed = [
         (answer, completion, *(said == "yes" for said in rest))
         for answer, completion, *rest in ROW.findall(DOCS.read_text())
@@ -142,7 +143,8 @@ def test_what_plan_says_of_references() -> None:
     assert references_line(["42", "1,000", "so\n#### -3.5", *ORDINARY[:10]]) == ""
     told = references_line([r"x \equiv 3 \pmod 7", "10:30 am", "42", "Paris", r"\frac{1}{2}"])
     assert told.startswith(
-        "of 5 references, 2 are compared as text (the first: 'x \\\\equiv 3 \\\\pmod 7') and 1 cannot be scored, reward_error"
+        "of 5 references, 2 are compared as text (the first: 'x \\\\equiv 3 \\\\pmod 7') and 1 cannot be scored, "
+        "reward_error"
     )
     assert "'Paris': math-verify finds no formula or number" in told
     assert references_line(["7"] * 100_000) == ""

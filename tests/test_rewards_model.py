@@ -1,4 +1,5 @@
-"""`hf:<folder>` with a real (tiny, random) reward model in its own process: it scores what transformers does, and outlives its deaths."""
+"""`hf:<folder>` with a real (tiny, random) reward model in its own process: it scores what
+transformers does, and outlives its deaths."""
 
 import os
 import shutil
@@ -47,8 +48,8 @@ def item(completion: str, turns: list[dict[str, str]] | None = None) -> dict[str
 
 def tiny_config() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=CONTEXT_TOKENS, num_labels=2,
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT_TOKENS, num_labels=2,
     )  # fmt: skip
 
 
@@ -173,10 +174,14 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "no head": (lambda tensors: tensors.pop("score.weight"), r"score\.weight is missing"),
-    "a tensor less": (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"1 of its tensors .*layers\.1\.mlp\.up_proj\.weight is missing"),
-    "another shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}), r"model\.norm\.weight has the shape \[7\]"),
-    "a block more": (lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(7)}), r"model\.layers\.2\.mlp\.up_proj\.weight is unknown"),
-    "no number": (lambda tensors: tensors["score.weight"].fill_(torch.nan), r"score\.weight of model\.safetensors holds values that are NaN or infinite"),
+    "a tensor less": (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+                      r"1 of its tensors .*layers\.1\.mlp\.up_proj\.weight is missing"),
+    "another shape": (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}),
+                      r"model\.norm\.weight has the shape \[7\]"),
+    "a block more": (lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(7)}),
+                     r"model\.layers\.2\.mlp\.up_proj\.weight is unknown"),
+    "no number": (lambda tensors: tensors["score.weight"].fill_(torch.nan),
+                  r"score\.weight of model\.safetensors holds values that are NaN or infinite"),
 }  # fmt: skip
 
 

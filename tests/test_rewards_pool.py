@@ -1,4 +1,5 @@
-"""The pool: whatever a reward function does, every rollout gets a score or a reason, and nothing hangs or stays behind."""
+"""The pool: whatever a reward function does, every rollout gets a score or a reason, and nothing
+hangs or stays behind."""
 
 import os
 import signal
@@ -108,8 +109,10 @@ def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
 
 def test_every_misbehaviour_has_its_reason_and_harms_no_other(hasty: RewardPool) -> None:
     bad = {
-        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout", "exit": "reward_error", "kill": "reward_crash",
-        "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid", "text": "reward_invalid", "empty": "reward_invalid",
+        "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout",
+        "exit": "reward_error", "kill": "reward_crash",
+        "nan": "reward_invalid", "inf": "reward_invalid", "none": "reward_invalid",
+        "text": "reward_invalid", "empty": "reward_invalid",
         "badpart": "reward_invalid",
     }  # fmt: skip
     completions = [name for index, kind in enumerate(bad) for name in (str(index), kind)]
@@ -174,7 +177,8 @@ def test_threads_take_turns(pool: RewardPool) -> None:
     assert found == {number: [2.0 * number + 0.5] * 50 for number in range(4)}
 
 
-@pytest.mark.parametrize("completion", ["spin", "kill"])  # while a rollout is scored, and while a process takes over
+# while a rollout is scored, and while a process takes over
+@pytest.mark.parametrize("completion", ["spin", "kill"])
 @pytest.mark.parametrize("after_s", [0.1, 0.4])
 def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
     folder: Path, completion: str, after_s: float, monkeypatch: pytest.MonkeyPatch

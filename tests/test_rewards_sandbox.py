@@ -1,4 +1,5 @@
-"""The sandbox as root, as root in a container and as another user: what programs try, and what is left of it."""
+"""The sandbox as root, as root in a container and as another user: what
+programs try, and what is left of it."""
 
 import json
 import os
@@ -37,7 +38,8 @@ def python_of_nobody() -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user; the tests above ran as one")
     check = subprocess.run(
-        [SYSTEM_PYTHON, "-c", f"import sys; assert sys.version_info >= (3, 11); open({str(ROOT / 'rlpipe/base/printable.py')!r})"],
+        [SYSTEM_PYTHON, "-c",
+         f"import sys; assert sys.version_info >= (3, 11); open({str(ROOT / 'rlpipe/base/printable.py')!r})"],
         user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False,
     )  # fmt: skip
     if check.returncode != 0:
@@ -103,7 +105,8 @@ sys.exit()
 
 @pytest.mark.parametrize(
     ("source", "status"), [("import sys; sys.exit(1)", "error"), ("1/0", "error"), ("import os; os.abort()", "error"),
-                           ("def f(:", "error"), ("", "ok"), ("import sys; sys.exit('no')", "error"), ("import os; os._exit(119)", "error")],
+                           ("def f(:", "error"), ("", "ok"), ("import sys; sys.exit('no')", "error"),
+                           ("import os; os._exit(119)", "error")],
 )  # fmt: skip
 def test_status(source: str, status: str) -> None:
     assert [one.status for one in run(PYTHON, PATIENT, source, [EMPTY])] == [status]
@@ -128,7 +131,8 @@ def test_a_confinement_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("version", "uids", "reason"), [(0, range(0), "no Landlock"), (0, range(9), "no Landlock"),
-                         (5, range(0), "version 5, and an ordinary user needs 6"), (1, range(9), ""), (6, range(0), "")])  # fmt: skip
+                         (5, range(0), "version 5, and an ordinary user needs 6"), (1, range(9), ""),
+                                                         (6, range(0), "")])  # fmt: skip
 def test_what_a_system_must_have(version: int, uids: range, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "landlock_version", lambda: version)
     monkeypatch.setattr(confinement, "free_uids", lambda: uids)
@@ -164,8 +168,12 @@ def test_an_interpreter_that_does_not_start_is_refused() -> None:
 
 
 def test_the_sandbox_needs_nothing_but_the_standard_library() -> None:
-    """Its supervisor starts with each rollout, under whatever interpreter there is: an import that is not at hand would be seen there only."""
-    program = "import sys, rlpipe.extras.code_sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', 'httpcore'} & set(sys.modules)))"
+    """Its supervisor starts with each rollout, under whatever interpreter there is: an import that
+    is not at hand would be seen there only."""
+    program = (
+        "import sys, rlpipe.extras.code_sandbox.runner; print(sorted({'pydantic', 'numpy', 'pyarrow', "
+        "'httpcore'} & set(sys.modules)))"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

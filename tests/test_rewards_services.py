@@ -1,4 +1,5 @@
-"""`remote` and `judge` against real servers that are well, down, slow or mad: every rollout gets a score or a reason, in bounded time."""
+"""`remote` and `judge` against real servers that are well, down, slow or mad: every rollout gets a
+score or a reason, in bounded time."""
 
 import asyncio
 import base64
@@ -114,8 +115,10 @@ async def behave(request: web.Request) -> web.StreamResponse:
     if completion == "redirect":
         return web.Response(status=302, headers={"Location": "/elsewhere"})
     bodies = {
-        "nan": '{"reward": NaN}', "inf": '{"reward": 1e999}', "null": '{"reward": null}', "text": '{"reward": "1.0"}', "list": "[1.0]",
-        "empty": "", "garbage": "<html>", "no key": '{"score": 1}', "binary": "\x00\xff", "huge integer": '{"reward": 1' + "0" * 400 + "}",
+        "nan": '{"reward": NaN}', "inf": '{"reward": 1e999}', "null": '{"reward": null}',
+        "text": '{"reward": "1.0"}', "list": "[1.0]",
+        "empty": "", "garbage": "<html>", "no key": '{"score": 1}', "binary": "\x00\xff",
+        "huge integer": '{"reward": 1' + "0" * 400 + "}",
         "brackets": "[" * 1_000_000, "endless": "1" * 3_000_000, "parts": '{"reward": {"a": 1.0, "b": 0.5}}',
     }  # fmt: skip
     if completion in bodies:
@@ -150,7 +153,8 @@ async def test_every_misbehaviour_has_its_reason_and_harms_no_other(remote: dict
         "500": "reward_unavailable", "drop": "reward_unavailable",
         "400": "reward_error", "redirect": "reward_error",
     } | dict.fromkeys(
-        ["nan", "inf", "null", "text", "list", "empty", "garbage", "no key", "binary", "huge integer", "brackets", "endless"], "reward_invalid"
+        ["nan", "inf", "null", "text", "list", "empty", "garbage", "no key", "binary", "huge integer",
+         "brackets", "endless"], "reward_invalid"
     )  # fmt: skip
     completions = [name for kind in bad for name in ("5", kind)]
     scores, error = await scored({"remote": 1.0}, remote, *completions, timeout_s=SHORT_S)
@@ -244,13 +248,15 @@ ECHOES: dict[str, Callable[[str, str], str]] = {  # of the key and the path as t
     "a dump of headers": lambda key, path: str({"Authorization": f"Bearer {key}", ":path": path}),
     "JSON": lambda key, path: json.dumps({"key": key, "path": path}),
     "JSON in JSON": lambda key, path: json.dumps(json.dumps({"key": key, "path": path})),
-    "JSON of .NET": lambda key, path: json.dumps({"key": key}).replace("+", "\\u002B").replace("&", "\\u0026").replace("<", "\\u003C"),
+    "JSON of .NET": lambda key, path: (
+        json.dumps({"key": key}).replace("+", "\\u002B").replace("&", "\\u0026").replace("<", "\\u003C")),
     "JSON of PHP": lambda key, path: json.dumps({"key": key, "path": path}).replace("/", "\\/"),
     "a URL": lambda key, path: f"/login?next={quote(path, safe='')}&key={quote(key, safe='').lower()}",
     "HTML": lambda key, path: f"<b>{html.escape(key)}</b> {html.escape(path)} {html.escape(unquote(path))}",
     "capitals": lambda key, path: f"{key} {path}".upper(),
     "base64": lambda key, path: base64.b64encode(f"Bearer {key} {unquote_plus(path)}".encode()).decode(),
-    "base64 for URLs": lambda key, path: base64.urlsafe_b64encode(f"xBearer {key} {unquote_plus(path)}".encode()).decode(),
+    "base64 for URLs": lambda key, path: base64.urlsafe_b64encode(
+        f"xBearer {key} {unquote_plus(path)}".encode()).decode(),
     "hex": lambda key, path: f"xx{key}".encode().hex(),
     "cut": lambda key, path: f"no {key[:14]}... at {path}",
     "behind much text": lambda key, path: "x" * 280 + f" no {key} at {path}",
@@ -286,7 +292,8 @@ async def test_what_a_service_echoes_is_told_without_the_key_and_without_a_hidde
     )
     ways = [f"<{how}|{wrap}>" for how in ECHOES for wrap in WRAPS]
     told = dict(zip(ways, (await scored({reward: 1.0}, {reward: args}, *ways))[0], strict=True))
-    fragments = {text[start : start + 8] for secret in (KEY, *URL_SECRETS) for text in (secret, quote(secret), html.escape(secret))
+    fragments = {text[start : start + 8] for secret in (KEY, *URL_SECRETS)
+                 for text in (secret, quote(secret), html.escape(secret))
                  for start in range(len(text) - 7)}  # fmt: skip
     fragments |= {base64.b64encode(KEY.encode()[start:])[:16].decode() for start in range(3)} | {
         KEY.encode().hex()[:16]
@@ -345,7 +352,8 @@ async def test_the_judges_score_is_divided_by_the_scale(serve: Serve) -> None:
     seen: list[dict[str, Any]] = []
 
     async def grade(request: web.Request) -> web.StreamResponse:
-        """A judge that finds a completion right when it holds the reference answer, and falls for nothing else."""
+        """A judge that finds a completion right when it holds the reference
+        answer, and falls for nothing else."""
         asked = await request.json()
         seen.append({"path": request.path, **asked})
         completion = asked["messages"][1]["content"].partition("<completion>\n")[2].partition("\n</completion>")[0]
@@ -412,9 +420,12 @@ def test_a_judge_reads_who_said_what() -> None:
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        ("Score: 7", 7), ("fine\n\nScore: 7.5\n", 7.5), ("`Score: 0`", 0), ("**Score: 10**", 10), ("a</think>\nScore: 1", 1),
-        ("", None), ("7", None), ("score: 7", None), ("Score: 7/10", None), ("Score: -1", None), ("Score: 10.5", None), ("Score: nan", None),
-        ("Score: 7\nbecause", None), ("Score: 3\nScore: 7", None), ("Score:", None), ("Score: 1e9", None), ("The Score: 7", None),
+        ("Score: 7", 7), ("fine\n\nScore: 7.5\n", 7.5), ("`Score: 0`", 0),
+        ("**Score: 10**", 10), ("a</think>\nScore: 1", 1),
+        ("", None), ("7", None), ("score: 7", None), ("Score: 7/10", None), ("Score: -1", None),
+        ("Score: 10.5", None), ("Score: nan", None),
+        ("Score: 7\nbecause", None), ("Score: 3\nScore: 7", None), ("Score:", None),
+        ("Score: 1e9", None), ("The Score: 7", None),
         ("Score: " + "9" * 10_000, None), ("<think>Score: 7", None), ("Score: 7 Score: 8", None),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What the stage score makes of rewards: facts from the rows, the fallback, or a stop that says why."""
+"""What the stage score makes of rewards: facts from the rows, the
+fallback, or a stop that says why."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""The reward `reasoning_gym` where a data set's verifier evaluates the answer: nothing of a completion's is ever run."""
+"""The reward `reasoning_gym` where a data set's verifier evaluates the answer: nothing of a
+completion's is ever run."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_grammars(name: str, answer: str, admitted: bool) -> None:
 
 
 def test_every_verifier_that_evaluates_is_known() -> None:
-    """A new version of the library may bring another: read it, then add it to EVALUATED or to HARMLESS."""
+    """A new version of the library may bring another: read it, then add
+    it to EVALUATED or to HARMLESS."""
     root = Path(reasoning_gym.__file__).parent
     calls = {"eval", "exec", "compile", "parse_expr", "sympify", "lambdify", "parse_latex", "__import__", "loads"}
     safe = {("json", "loads")}

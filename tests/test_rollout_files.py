@@ -1,4 +1,5 @@
-"""Rollouts of Parquet files: indexed by group, read by iteration, completed with defaults, and refused by name."""
+"""Rollouts of Parquet files: indexed by group, read by iteration, completed with
+defaults, and refused by name."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_what_is_left_away_has_its_default_and_a_known_prompt_brings_its_answer(
     assert [rollout.reward for rollout in [*first, *second]] == [None, None, 2.0, 1.0]
     assert as_row(second[1]) == {
         "prompt_id": "p/1", "group_index": 1, "rollout_index": 1, "prompt": "not in the data", "prompt_tokens": [1, 1],
-        "completion": "", "completion_tokens": [4, 5], "loss_mask": [1, 1], "rollout_logprobs": [-0.5, -1.0], "weight_version": 0,
+        "completion": "", "completion_tokens": [4, 5], "loss_mask": [1, 1],
+        "rollout_logprobs": [-0.5, -1.0], "weight_version": 0,
         "weight_versions": [{"version": 0, "num_tokens": 2}], "finish_reason": "stop", "seed": 0, "engine": "stored",
         "environment": "", "reward": 1.0, "reward_parts": "", "reward_fault": "", "advantage": 0.0,
     } | {"reward_parts": as_row(second[1])["reward_parts"]}  # fmt: skip
@@ -118,15 +120,18 @@ def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt_id": "p", "reward": 1.0}], r"x\.parquet: .*column group_index, prompt_tokens, completion_tokens \(it has"),
+        ([{"prompt_id": "p", "reward": 1.0}],
+         r"x\.parquet: .*column group_index, prompt_tokens, completion_tokens \(it has"),
         ([row(0), row(1), row(0), row(1)], "row 3: group 0 of prompt p/0 had ended: its rows must be side by side"),
         ([row(0), row(0, rollout_logprobs=[-1.0])], r"row 2: 1 rollout_logprobs, but 2 completion_tokens"),
         ([row(0, loss_mask=[1, 1]), row(0, loss_mask=[1])], r"row 2: 1 loss_mask, but 2"),
-        ([row(0), row(0, rollout_logprobs=[-1.0, float("nan")])], "row 2: rollout_logprobs has a value that is no number"),
+        ([row(0), row(0, rollout_logprobs=[-1.0, float("nan")])],
+         "row 2: rollout_logprobs has a value that is no number"),
         ([row(0), row(0, completion_tokens=[3, -1])], "row 2: a token id is missing or below 0"),
         ([row(0), row(0, prompt_tokens=[])], "row 2: .*must not be empty"),
         ([row(0), row(0, prompt_tokens=[9, 9])], "more than one prompt"),
-        ([row(0), row(0, completion_tokens=[3] * 20, rollout_logprobs=[-1.0] * 20)], "row 2: 22 tokens; model.context_tokens_max=16"),
+        ([row(0), row(0, completion_tokens=[3] * 20, rollout_logprobs=[-1.0] * 20)],
+         "row 2: 22 tokens; model.context_tokens_max=16"),
         ([row(0, rollout_index=1), row(0, rollout_index=1)], r"rollout_index \[1, 1\]"),
         ([row(0, reward=1.0), row(0, reward=float("inf"))], "no `reward` to keep"),
         ([row(0, completion_tokens="text")] * 2, "not a readable Parquet file of rollouts"),
@@ -135,16 +140,21 @@ def test_a_prompt_id_alone_is_not_the_prompt(tmp_path: Path) -> None:
         ([row(0, weight_versions=[{"version": 0, "num_tokens": None}])] * 2, "row 1: weight_versions"),
         ([row(0, weight_versions=[{"version": None, "num_tokens": 2}])] * 2, "row 1: weight_versions"),
         ([row(0, weight_versions=[None])] * 2, "row 1: weight_versions"),
-        ([row(0), row(0, environment="{")], r"x\.parquet row 2: environment '\{': Invalid JSON: .*; mend it, or leave the column away"),
+        ([row(0), row(0, environment="{")],
+         r"x\.parquet row 2: environment '\{': Invalid JSON: .*; mend it, or leave the column away"),
         ([row(0), row(0, environment="[1]")], "row 2: environment .*: Input should be an object"),
-        ([row(0), row(0, environment="{}")], "row 2: environment .*: reward: Field required; num_turns: .*; fault: .*; metrics: "),
-        ([row(0), row(0, environment=played(reward="1"))], r"row 2: environment .*: reward: Input should be a valid number; mend"),
+        ([row(0), row(0, environment="{}")],
+         "row 2: environment .*: reward: Field required; num_turns: .*; fault: .*; metrics: "),
+        ([row(0), row(0, environment=played(reward="1"))],
+         r"row 2: environment .*: reward: Input should be a valid number; mend"),
         ([row(0), row(0, environment=played(reward=float("inf")))], ": reward: Input should be a finite number"),
         ([row(0), row(0, environment=played(num_turns=True))], ": num_turns: Input should be a valid integer"),
         ([row(0), row(0, environment=played(fault=None))], ": fault: Input should be a valid string"),
-        ([row(0), row(0, environment=played(metrics={"a": [1]}))], r": metrics: a: Input should be a valid number; mend"),
+        ([row(0), row(0, environment=played(metrics={"a": [1]}))],
+         r": metrics: a: Input should be a valid number; mend"),
         ([row(0), row(0, reward_parts="0.5")], "row 2: reward_parts '0.5': Input should be an object; mend"),
-        ([row(0), row(0, reward_parts='{"a": NaN}')], "row 2: reward_parts .*: a: Input should be a finite number; mend"),
+        ([row(0), row(0, reward_parts='{"a": NaN}')],
+         "row 2: reward_parts .*: a: Input should be a finite number; mend"),
         ([row(0), row(0, reward_parts='{"a": true}')], "row 2: reward_parts"),
         ([row(0), row(0, reward_parts='{"a": 1' + "0" * 400 + "}")], "row 2: reward_parts"),
     ],

@@ -32,7 +32,8 @@ def test_rows_come_back_whole_or_by_column() -> None:
 
 
 def test_reading_starts_no_thread() -> None:
-    """A thread of pyarrow that gives the bytes back while the interpreter ends aborts the process: 3 of 40 on one core."""
+    """A thread of pyarrow that gives the bytes back while the interpreter ends aborts
+    the process: 3 of 40 on one core."""
     command = [sys.executable, "-c", READ_AND_COUNT]
     reader = subprocess.run(command, input=to_parquet(ROWS, CONVERSATIONS), capture_output=True, timeout=DEADLINE_S)
     assert (reader.returncode, reader.stdout.strip()) == (0, b"0"), reader.stderr.decode()[-2000:]

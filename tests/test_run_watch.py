@@ -1,4 +1,5 @@
-"""When a service that nobody starts again ends: by its run's beats in the store, on a clock that the test turns."""
+"""When a service that nobody starts again ends: by its run's beats in the store,
+on a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class World:
         return f"{self.said}"
 
     async def ended_after(self, watch: RunWatch, seconds: int, *beating: str, idle_s: float = 1e6) -> float:
-        """After how many seconds a service without work for `idle_s` is to end, with those beating; infinity: it stays so long."""
+        """After how many seconds a service without work for `idle_s` is to end, with those beating;
+        infinity: it stays so long."""
         began_s = self.now_s
         while self.now_s < began_s + seconds:
             for name in beating:
@@ -69,7 +71,8 @@ def turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 async def test_it_stays_while_somebody_works_on_the_run_or_prepares_it(
     turned: World, idle_s: float, beating: list[str]
 ) -> None:
-    """An SFT of an hour, slow scoring, a model that is fetched: whatever the run does, and whatever it asks for."""
+    """An SFT of an hour, slow scoring, a model that is fetched: whatever the run
+    does, and whatever it asks for."""
     watch = RunWatch(turned.store, "a", idle_s)
     assert await turned.ended_after(watch, 3600, *beating) == float("inf")
     assert turned.looks <= 1 + 3600 / min(50, max(10, idle_s / 2))
@@ -170,7 +173,8 @@ def test_two_announcements_are_two_and_one_that_is_withdrawn_leaves_nothing(
 
 def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> None:
     program = (
-        "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; lease.HEARTBEAT_S = 0.05\n"
+        "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
+        "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): pass\n"
         "if not os.fork(): sys.exit()\n"
@@ -191,7 +195,8 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
     store: Store, ending: str, left: int
 ) -> None:
     program = (
-        "import os, time; from rlpipe.store import lease; from rlpipe.store.backend import open_store; lease.HEARTBEAT_S = 0.05\n"
+        "import os, time; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
+        "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
     )

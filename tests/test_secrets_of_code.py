@@ -1,4 +1,5 @@
-"""Users' code, which a policy may steer, does not find a secret: not in its environment, and not in that of any other process."""
+"""Users' code, which a policy may steer, does not find a secret: not in its environment, and not in
+that of any other process."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ from tests.deadlines import DEADLINE_S, until
 PLANTED = {
     name: f"planted-{name.lower()}-4711"
     for name in (
-        "RLPIPE_SERVICE_KEY", "RLPIPE_VIEW_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_TOKEN",
-        "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWD",
+        "RLPIPE_SERVICE_KEY", "RLPIPE_VIEW_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+        "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING",
+        "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWD",
         "GRADER", "GRADER_PLACE",  # that only the arguments of rewards call secrets
     )
 } | {"MLFLOW_TRACKING_URI": "https://user:planted-mlflow-4711@host/"}  # fmt: skip
@@ -63,7 +65,7 @@ def agent(prompt, client):
 if __name__ == "__main__":
     print(seen(), file=sys.stderr)
     sys.exit(1)
-'''
+'''  # noqa: E501
 PROMPT: RewardPrompt = {"prompt_id": "x", "messages": [{"role": "user", "content": "x"}], "answer": "x", "metadata": {}}
 needs_landlock = pytest.mark.skipif(
     landlock_version() < LANDLOCK_SIGNALS, reason="other processes' environments are closed from Linux 6.12 on"
@@ -81,7 +83,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def holder(folder: Path) -> Iterator[None]:
-    """A process that was started with all of them, as the flow is: the same user reads that in /proc."""
+    """A process that was started with all of them, as the flow is: the
+    same user reads that in /proc."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         seen = until(Path(f"/proc/{process.pid}/environ").read_text)
@@ -158,10 +161,13 @@ def test_a_reward_function_sees_the_key_that_its_own_arguments_name_and_no_other
 def test_a_process_that_is_secluded_reads_and_signals_itself_and_its_children_only() -> None:
     """Also by root, and by what it starts, whatever that does."""
     code = (
-        "import os, subprocess, sys; from rlpipe.processes.kernel import leave_rights, seclude; assert seclude() and seclude(); leave_rights(); leave_rights()\n"
-        "child = subprocess.Popen(['sleep', '60']); open(f'/proc/{child.pid}/environ').read(); child.terminate(); child.wait()\n"
+        "import os, subprocess, sys; from rlpipe.processes.kernel import leave_rights, seclude; "
+        "assert seclude() and seclude(); leave_rights(); leave_rights()\n"
+        "child = subprocess.Popen(['sleep', '60']); open(f'/proc/{child.pid}/environ').read(); "
+        "child.terminate(); child.wait()\n"
         "open('/proc/self/environ').read(); os.kill(os.getpid(), 0)\n"
-        "for act in (lambda: open(f'/proc/{os.getppid()}/environ').read(), lambda: open(f'/proc/{os.getppid()}/mem'), lambda: os.kill(os.getppid(), 0)):\n"
+        "for act in (lambda: open(f'/proc/{os.getppid()}/environ').read(), lambda: "
+        "open(f'/proc/{os.getppid()}/mem'), lambda: os.kill(os.getppid(), 0)):\n"
         "    try: act()\n"
         "    except PermissionError: print('refused')\n"
         "print(subprocess.run(['sh', '-c', f'cat /proc/{os.getppid()}/environ'], capture_output=True).returncode)"

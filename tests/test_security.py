@@ -1,4 +1,5 @@
-"""What comes in is never unpickled and never leads out of the store; who brings no key is refused, and costs little."""
+"""What comes in is never unpickled and never leads out of the store; who brings no
+key is refused, and costs little."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_no_code_unpickles() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "yaml.load(x)", "np.load(x, allow_pickle=True)",
+    ["import pickle", "from pickle import loads", "import torch\ntorch.load('x')",
+     "yaml.load(x)", "np.load(x, allow_pickle=True)",
      "dist.broadcast_object_list(x)", "AutoModel.from_pretrained(x, trust_remote_code=True)"],
 )  # fmt: skip
 def test_the_scan_finds_what_unpickles(code: str) -> None:
@@ -143,7 +145,7 @@ try:
     pickle.loads(pickle.dumps(Path("x")))
 except RuntimeError:
     print("read without unpickling, and the hook works")
-"""
+"""  # noqa: E501
 
 
 def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:
@@ -174,7 +176,9 @@ def test_a_key_stays_below_the_store(key: str) -> None:
         assert (Path("/store") / key).resolve().is_relative_to("/store") and (Path("/store") / key) != Path("/store")
 
 
-@pytest.mark.parametrize("value", [None, 3, [], {}, {"folder": "a"}, {"folder": "a", "sha256": None}, {"folder": 3, "sha256": "0" * 64},
+@pytest.mark.parametrize("value",
+                         [None, 3, [], {}, {"folder": "a"}, {"folder": "a", "sha256": None},
+                          {"folder": 3, "sha256": "0" * 64},
                                    {"folder": "a", "sha256": "../" * 4 + "0" * 52}])  # fmt: skip
 def test_what_is_no_reference_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match="no reference"):
@@ -350,8 +354,10 @@ def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(
     for key in ("", "wrong", f"{KEY}x"):
         assert get(gang_server, path, key)[0] == 401
     outside = [
-        "../secret", "runs/../../secret", "%2e%2e/secret", "..%2fsecret", "runs/link", "runs/up/secret", f"/{tmp_path}/secret", "%2f" + str(tmp_path)[1:] + "/secret",
-        "", "runs", "runs/a/policy/a1", "runs/a/policy/a1/x/", "runs/a/policy/a1/%00x", "y" * 300, "a/" * 2000 + "b", "runs/./a/policy/a1/x",
+        "../secret", "runs/../../secret", "%2e%2e/secret", "..%2fsecret", "runs/link", "runs/up/secret",
+        f"/{tmp_path}/secret", "%2f" + str(tmp_path)[1:] + "/secret",
+        "", "runs", "runs/a/policy/a1", "runs/a/policy/a1/x/", "runs/a/policy/a1/%00x", "y" * 300, "a/" * 2000 + "b",
+        "runs/./a/policy/a1/x",
     ]  # fmt: skip
     for key in outside:
         status, body = get(gang_server, f"/files/{key}")
@@ -491,7 +497,8 @@ async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: H
     bad = [
         None, [], {}, {**good, "more": 1}, {**good, "version": "1"}, {**good, "version": True}, {**good, "policy": "x"},
         {**good, "policy": {**policy, "folder": "../../x"}}, {**good, "policy": {**policy, "folder": "/etc"}},
-        {**good, "policy": {**policy, "sha256": "../../../../x"}}, {**good, "probe": {}}, {**good, "probe": {"tokens": [1], "logprobs": [1]}},
+        {**good, "policy": {**policy, "sha256": "../../../../x"}}, {**good, "probe": {}},
+        {**good, "probe": {"tokens": [1], "logprobs": [1]}},
         {**good, "probe": {"tokens": ["a", "b"], "logprobs": [0.0]}},
     ]  # fmt: skip
     async with TestClient(TestServer(service.app())) as client:
@@ -550,19 +557,29 @@ def test_a_key_that_no_header_carries_is_refused_and_not_told(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     "override",
-    ["tracking.uri=http://user:planted@host", "tracking.uri=https://planted@host", "tracking.uri=postgresql://user:planted@host/db",
-     "store=s3://user:planted@bucket/x", "engines.environment={HF_TOKEN = 'planted'}", "data.words.source=https://user:planted@host/x.jsonl",
-     "rl.reward_args={judge = {api_key = 'planted'}}", "engines.flags=['http://user:planted@host']", "data.words.args={token = 'planted'}",
+    ["tracking.uri=http://user:planted@host", "tracking.uri=https://planted@host",
+     "tracking.uri=postgresql://user:planted@host/db",
+     "store=s3://user:planted@bucket/x", "engines.environment={HF_TOKEN = 'planted'}",
+     "data.words.source=https://user:planted@host/x.jsonl",
+     "rl.reward_args={judge = {api_key = 'planted'}}", "engines.flags=['http://user:planted@host']",
+     "data.words.args={token = 'planted'}",
      *(f"rl.reward_args={{r = {{{name} = 'planted'}}}}" for name in (
-         "MLFLOW_TRACKING_TOKEN", "AWS_SESSION_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_TOKEN", "PGPASSWORD", "Authorization",
+         "MLFLOW_TRACKING_TOKEN", "AWS_SESSION_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_TOKEN", "PGPASSWORD",
+         "Authorization",
          "OPENAI_API_KEY", "Cookie", "access-token", "private_key")),
-     "engines.flags=['--api-key', 'planted']", "engines.flags=['--admin-api-key=planted']", "engines.flags=['-e', 'HF_TOKEN=planted']",
-     "rl.reward_args={r = {headers = {Authorization = 'planted'}}}", "rl.reward_args={r = {url = 'http://h/x?a=1&token=planted&b=2'}}",
+     "engines.flags=['--api-key', 'planted']", "engines.flags=['--admin-api-key=planted']",
+     "engines.flags=['-e', 'HF_TOKEN=planted']",
+     "rl.reward_args={r = {headers = {Authorization = 'planted'}}}",
+     "rl.reward_args={r = {url = 'http://h/x?a=1&token=planted&b=2'}}",
      *(f"engines.environment={{{name} = 'planted'}}" for name in (
-         "MY_TOKEN", "OPENAI_KEY", "DB_PASS", "passphrase", "SSH_KEY_PASSPHRASE", "MyToken", "apiKey", "KEY", "TOKEN_2", "GH_PAT", "MYSQL_PWD",
-         "AWS_ACCESS_KEY_ID", "HFTOKEN", "SLACK_WEBHOOK_URL", "APP_SECRETS", "GOOGLE_APPLICATION_CREDENTIALS", "'DB.PASS'")),
-     "rl.reward_args={r = {passphrase = 'planted'}}", "rl.reward_args={r = {openai_key = 'planted'}}", "rl.reward_args={r = {accessToken = 'planted'}}",
-     "data.words.args={MY_TOKEN = 'planted'}", "engines.flags=['-e', 'DB_PASS=planted']", "engines.environment={FEED = 'redis://:planted@host'}",
+         "MY_TOKEN", "OPENAI_KEY", "DB_PASS", "passphrase", "SSH_KEY_PASSPHRASE", "MyToken", "apiKey", "KEY", "TOKEN_2",
+         "GH_PAT", "MYSQL_PWD",
+         "AWS_ACCESS_KEY_ID", "HFTOKEN", "SLACK_WEBHOOK_URL", "APP_SECRETS",
+         "GOOGLE_APPLICATION_CREDENTIALS", "'DB.PASS'")),
+     "rl.reward_args={r = {passphrase = 'planted'}}", "rl.reward_args={r = {openai_key = 'planted'}}",
+     "rl.reward_args={r = {accessToken = 'planted'}}",
+     "data.words.args={MY_TOKEN = 'planted'}", "engines.flags=['-e', 'DB_PASS=planted']",
+     "engines.environment={FEED = 'redis://:planted@host'}",
      "engines.environment={OPENAI_KEY_OF_ME = 'planted'}",
      "tracking.uri=http://h?access_token=planted", "data.words.source=https://h/x.jsonl?X-Amz-Signature=planted"],
 )  # fmt: skip
@@ -574,22 +591,32 @@ def test_a_config_with_a_secret_is_refused_and_does_not_repeat_it(override: str)
 
 def test_a_config_may_name_what_is_no_secret() -> None:
     sets = ["tracking.uri=postgresql://user@host/db", "model.chat_template_args={eos_token = '</s>'}",
-            "rl.reward_args={judge = {key_env = 'NAME', url = '$URL'}, r = {tokenizer = 'x', url = 'http://h/x?kind=token'}}",
-            "engines.environment={PWD = '/x', TOKENIZERS_PARALLELISM = 'true', HF_HUB_DISABLE_IMPLICIT_TOKEN = '1', KEYBOARD = 'us', COMPASS = 'n',"
-            " VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE = '8', PYTHONPATH = 'x', MONKEY = 'x', AUTHOR = 'me', BYPASS = 'x', PATH = 'y'}",
-            "engines.environment={SGLANG_INIT_NEW_TOKEN_RATIO = '0.7', VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD = '256', PASS_AT_K = '8'}",
-            "data.words.args={answer_key = 'a', id_key = 'id', pass_name = 'x', end_token = 'x', keys = 'a', tokens = 'x', author = 'x'}",
-            "engines.flags=['--enable-metrics', '--tokenizer-mode=slow', '--max-prefill-tokens', '8']", "data.words.system_prompt=Write to me@host"]  # fmt: skip
+            ("rl.reward_args={judge = {key_env = 'NAME', url = '$URL'}, r = {tokenizer = 'x', "
+             "url = 'http://h/x?kind=token'}}"),
+            "engines.environment={PWD = '/x', TOKENIZERS_PARALLELISM = 'true', HF_HUB_DISABLE_IMPLICIT_TOKEN = '1', "
+            "KEYBOARD = 'us', COMPASS = 'n',"
+            " VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE = '8', PYTHONPATH = 'x', MONKEY = 'x', AUTHOR = 'me', "
+            "BYPASS = 'x', PATH = 'y'}",
+            ("engines.environment={SGLANG_INIT_NEW_TOKEN_RATIO = '0.7', VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD = "
+             "'256', PASS_AT_K = '8'}"),
+            ("data.words.args={answer_key = 'a', id_key = 'id', pass_name = 'x', end_token = 'x', keys = 'a', "
+             "tokens = 'x', author = 'x'}"),
+            "engines.flags=['--enable-metrics', '--tokenizer-mode=slow', '--max-prefill-tokens', '8']",
+            "data.words.system_prompt=Write to me@host"]  # fmt: skip
     assert read_config("tiny", sets, PRESETS).tracking.uri.startswith("postgresql")
 
 
 def test_variables_that_are_taken_for_secrets() -> None:
     """By name, as docs/security.md lists them, or by a URL with a password."""
-    secret = ("RLPIPE_SERVICE_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_TOKEN", "RLPIPE_VIEW_KEY",
-              "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "SSH_AUTH_SOCK", "GRADER_KEY", "PGPASSFILE")  # fmt: skip
+    secret = ("RLPIPE_SERVICE_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+              "MLFLOW_TRACKING_TOKEN", "RLPIPE_VIEW_KEY",
+              "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", "SSH_AUTH_SOCK",
+              "GRADER_KEY", "PGPASSFILE")  # fmt: skip
     assert [name for name in secret if not is_secret_variable(name)] == []
-    plain = ("PWD", "OLDPWD", "PATH", "HOME", "LANG", "AWS_REGION", "AWS_ENDPOINT_URL", "RLPIPE_ADDRESS", "MLFLOW_TRACKING_URI", "LS_COLORS", "TERM",
-             "CUDA_VISIBLE_DEVICES", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS", "HOSTNAME", "PREFECT_API_URL", "TOKENIZERS_PARALLELISM")  # fmt: skip
+    plain = ("PWD", "OLDPWD", "PATH", "HOME", "LANG", "AWS_REGION", "AWS_ENDPOINT_URL", "RLPIPE_ADDRESS",
+             "MLFLOW_TRACKING_URI", "LS_COLORS", "TERM",
+             "CUDA_VISIBLE_DEVICES", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS", "HOSTNAME", "PREFECT_API_URL",
+             "TOKENIZERS_PARALLELISM")  # fmt: skip
     assert [name for name in plain if is_secret_variable(name)] == []
     assert is_secret_variable("MLFLOW_TRACKING_URI", "http://me:planted@host") and is_secret_variable(
         "FEED", "https://h/x?sig=planted"

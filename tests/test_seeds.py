@@ -1,4 +1,5 @@
-"""The numbers that are in the bits of every run: literals that were computed before these functions were one family."""
+"""The numbers that are in the bits of every run: literals that were computed before
+these functions were one family."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ def test_the_order_of_rows_is_the_one_of_earlier_runs() -> None:
     cursor = PromptCursor([7, 3], [1.0, 2.5], seed=42)
     draws, position = cursor.take(cursor.start(), 16)
     assert draws == [
-        (1, 2), (1, 0), (0, 3), (1, 1), (1, 2), (0, 0), (1, 1), (1, 0), (1, 0), (0, 2), (1, 2), (1, 1), (0, 5), (1, 2), (1, 1), (1, 0),
+        (1, 2), (1, 0), (0, 3), (1, 1), (1, 2), (0, 0), (1, 1), (1, 0), (1, 0), (0, 2), (1, 2),
+        (1, 1), (0, 5), (1, 2), (1, 1), (1, 0),
     ]  # fmt: skip
     assert position == {"drawn": 16, "sets": [{"epoch": 0, "offset": 4}, {"epoch": 4, "offset": 0}]}
 
 
 def test_seeds_differ_in_every_part_and_are_the_same_tomorrow() -> None:
-    parts = [(0, 1, 0, 5, "words/3", 0), (1, 1, 0, 5, "words/3", 0), (0, 2, 0, 5, "words/3", 0), (0, 1, 1, 5, "words/3", 0),
+    parts = [(0, 1, 0, 5, "words/3", 0), (1, 1, 0, 5, "words/3", 0),
+             (0, 2, 0, 5, "words/3", 0), (0, 1, 1, 5, "words/3", 0),
              (0, 1, 0, 5, "words/4", 0), (0, 1, 0, 5, "words/3", 1)]  # fmt: skip
     seeds = [rollout_seed(*part) for part in parts]
     assert len(set(seeds)) == len(parts)

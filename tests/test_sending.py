@@ -1,4 +1,5 @@
-"""The trainer sends its policy to a group (`engines.transport = "tensor"`): what arrives, what it is called, and what becomes of a receiver that is lost."""
+"""The trainer sends its policy to a group (`engines.transport = "tensor"`): what arrives, what it
+is called, and what becomes of a receiver that is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from tests.trainer_world import MODEL, load_new, run, save, solo_gang
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 RECEIVER = Path(__file__).parent / "receiver.py"
 MOE: JsonDict = {
-    **MODEL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+    **MODEL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -99,7 +101,8 @@ async def test_ranks_that_share_the_weights_send_them_whole_through_the_first(tm
 
 def test_a_file_that_was_not_written_has_the_hash_of_the_one_that_was(tmp_path: Path) -> None:
     tensors = {
-        "b": torch.randn(3, 2).bfloat16(), "a": torch.arange(5), "model.10.w": torch.randn(4), "model.9.w": torch.randn(2, 2).half(),
+        "b": torch.randn(3, 2).bfloat16(), "a": torch.arange(5), "model.10.w": torch.randn(4),
+        "model.9.w": torch.randn(2, 2).half(),
         "é \"q\"": torch.tensor(3.0), "mask": torch.tensor([True, False]), "none": torch.empty(0, 3),
     }  # fmt: skip
     path = tmp_path / "model.safetensors"

@@ -1,4 +1,5 @@
-"""Who listens at the address of a service that died learns no key that another service takes: not the services' key, and none of another start."""
+"""Who listens at the address of a service that died learns no key that another service takes: not
+the services' key, and none of another start."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ KEY, POLICY, MOMENT = "the-key-of-all-services", "runs/a/rl/00000/policy", "2026
 
 @dataclass
 class Listener:
-    """Listens at a dead service's address, keeps all that it is sent, and answers what keeps others talking."""
+    """Listens at a dead service's address, keeps all that it is sent, and
+    answers what keeps others talking."""
 
     url: str
     to: str = ""  # where it sends them on
@@ -120,7 +122,8 @@ async def statuses(url: str, key: str) -> set[int]:
 
 
 async def ask_all(world: World, folder: Path) -> None:
-    """All that a flow says to a host and to its engines, and to a gang; and a living host that is to fetch from both."""
+    """All that a flow says to a host and to its engines, and to a gang; and a living
+    host that is to fetch from both."""
     finder = HostFinder(world.run, folder, nobody_starts)
     hosts = {host.name: host for host in await finder.find()}
     assert hosts.keys() == {"dead", "living"}
@@ -212,7 +215,8 @@ async def test_nonsense_from_there_is_a_host_that_cannot_be_reached(world: World
 
 
 async def test_a_host_fetches_only_from_services_of_its_run(world: World) -> None:
-    """Who has a host's key, and no other, cannot have it send that of another service to where he listens."""
+    """Who has a host's key, and no other, cannot have it send that of
+    another service to where he listens."""
     stranger = Nearby(
         POLICY, "{}", [NodeDisk("/nowhere", "http://10.6.6.6:1/files")], peers=["http://10.6.6.7:1/files"]
     )

@@ -282,7 +282,10 @@ async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_
 async def test_a_gang_is_there_when_its_first_node_answers(
     store: Store, neighbour: tuple[Neighbour, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others have a URL too, of what they publish. `running` waits for nobody who has not come."""
+    """The others have a URL too, of what they publish.
+
+    `running` waits for nobody who has not come.
+    """
     monkeypatch.setattr(finding_module, "LOST_S", 0.2)
     run, (_, url) = run_with(store, "trainer.place=elsewhere", "trainer.nodes=2"), neighbour
     gang = RegisteredGang(run, nobody_starts)
@@ -339,7 +342,8 @@ async def test_the_first_of_a_kind_is_waited_for_like_room_in_a_queue_and_later_
     caplog: pytest.LogCaptureFixture,
     kind: str,
 ) -> None:
-    """Two jobs of a batch system may start hours apart; a service that was there and is gone is nobody's to start again."""
+    """Two jobs of a batch system may start hours apart; a service that was there and is gone is
+    nobody's to start again."""
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(finding_module, "SAY_S", 0.02)
     finder = ServiceFinder(

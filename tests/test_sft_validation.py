@@ -1,4 +1,5 @@
-"""SFT validation: who is kept, the loss by another program, which segment is chosen, and that nothing else changes."""
+"""SFT validation: who is kept, the loss by another program, which segment is chosen,
+and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_the_split_is_independent_of_the_held_out_part() -> None:
 
 
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
-    small = ["data.short_words.rows_max=200", "data.all_words.rows_max=60", "data.words.rows_max=50", "sft.num_steps=12",
+    small = ["data.short_words.rows_max=200", "data.all_words.rows_max=60",
+             "data.words.rows_max=50", "sft.num_steps=12",
              "sft.segment_steps=2", "sft.decay_steps=12", "sft.warmup_steps=2", "sft.batch_size=16"]  # fmt: skip
     return read_config("tiny", ["run=a", f"store=file://{tmp_path}/store", "tracking.uri=", *small, *sets], PRESETS)
 

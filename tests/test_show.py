@@ -167,10 +167,12 @@ def test_rollouts_are_shown_with_their_answer_whatever_round_it_is_of(store: Sto
     run = without_sft(store)
     prompts = [
         commit_rows(run, 0, f"prompts/round-{index}", "prompts.parquet",
-                    to_parquet([fill({"prompt_id": f"p{index}", "answer": f"answer {index}" if index == 0 else None}, PROMPTS)], PROMPTS))
+                    to_parquet([fill({"prompt_id": f"p{index}", "answer": f"answer {index}" if index == 0 else None},
+                                     PROMPTS)], PROMPTS))
         for index in range(2)
     ]  # fmt: skip
-    rows = [fill({"prompt_id": f"p{group}", "group_index": group, "prompt": f"prompt {group}", "completion": "<answer>x</answer>",
+    rows = [fill({"prompt_id": f"p{group}", "group_index": group, "prompt": f"prompt {group}",
+                  "completion": "<answer>x</answer>",
                   "reward": 0.5, "reward_parts": '{"exact": 1.0, "format": 0.5}', "finish_reason": "stop"}, BATCH)
             for group in range(2) for _ in range(2)]  # fmt: skip
     rows[0]["reward_fault"] = "timeout"

@@ -1,4 +1,5 @@
-"""The stages' own rules: settings cover what results depend on, commits answer from the manifest, curves stay bounded."""
+"""The stages' own rules: settings cover what results depend on, commits answer from the
+manifest, curves stay bounded."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ from rlpipe.trainer.jobs import ANY_JOB, RlJob, SftJob, job_of
 from tests.declared import RL_KINDS, stage_settings
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
-# fields that change no artifact: how long, how many processes, when to warn, and which policy samples, which is an input
+# fields that change no artifact: how long, how many processes, when to warn, and which policy
+# samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
-                   "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address", "pass_environment",
+                   "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address",
+                   "pass_environment",
                    "overlap"}  # fmt: skip
 
 
@@ -171,7 +174,8 @@ def test_the_metrics_of_several_rounds_tell_of_all_of_them() -> None:
 
 def test_the_mismatch_warns_or_stops_the_run(caplog: pytest.LogCaptureFixture) -> None:
     check_mismatch(0.01, 3, RlConfig(on_mismatch="fail"), 0)
-    check_mismatch(0.9, 3, RlConfig(on_mismatch="fail"), 7)  # a fork's, carried by its parent: the policy's own change
+    # a fork's, carried by its parent: the policy's own change
+    check_mismatch(0.9, 3, RlConfig(on_mismatch="fail"), 7)
     check_mismatch(0.9, 3, RlConfig(rollouts_from="run:a"), 0)
     assert not caplog.records
     for mismatch, stale in ((0.06, 0), (math.nan, 0), (0.06, 7)):  # stale tokens that are not trained do not count

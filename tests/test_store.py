@@ -29,8 +29,10 @@ PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 def manifest_of(files: list, **changes: object) -> Manifest:
     settings = {"rl.group_size": 8}
     manifest = Manifest(
-        run="a", phase="rl", iteration=3, stage="scores", inputs={"rollouts": "1" * 64}, settings_sha256=sha256_of(settings),
-        settings=settings, files=files, metrics={"n": 1}, weight_version=3, code_version="x", started_at="t0", ended_at="t1",
+        run="a", phase="rl", iteration=3, stage="scores", inputs={"rollouts": "1" * 64},
+        settings_sha256=sha256_of(settings),
+        settings=settings, files=files, metrics={"n": 1}, weight_version=3,
+        code_version="x", started_at="t0", ended_at="t1",
     )  # fmt: skip
     return replace(manifest, **changes)
 
@@ -117,7 +119,10 @@ def test_a_document_of_a_later_version_is_refused(store: Store) -> None:
     store.put("f/manifest.json", canonical_json(later | {"seal": sha256_of(later)}))
     with pytest.raises(
         StoreError,
-        match="written by a later version of rlpipe, or by hand: schema_version: Input should be 1; it needs a newer rlpipe",
+        match=(
+            "written by a later version of rlpipe, or by hand: schema_version: Input should be 1; "
+            "it needs a newer rlpipe"
+        ),
     ):
         artifacts.read_manifest(store, "f")
 
@@ -245,6 +250,7 @@ def test_a_store_that_is_only_read_may_be_read_only(tmp_path: Path) -> None:
     }.items():
         ended = subprocess.run(
             [*shell, f"{mount} && ! touch store/x && exec {sys.executable} -m flows.cli {command} --store store"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)}, capture_output=True, text=True, timeout=DEADLINE_S,
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PRESETS.parent.parent)},
+            capture_output=True, text=True, timeout=DEADLINE_S,
         )  # fmt: skip
         assert ended.returncode == 0 and needle in ended.stdout, ended.stderr

@@ -1,4 +1,5 @@
-"""Every call of a store on S3 x every fault that passes by itself: the same answer as without it, or one line with the first cause."""
+"""Every call of a store on S3 x every fault that passes by itself: the same answer as without it,
+or one line with the first cause."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_what_is_given_up_names_the_first_cause(
     name: str, store: Store, s3_proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience, "WORK_S", SHORT_S / 2)
-    faults = iter(["503"] * 4)  # obstore tries once itself, and of a large file two parts are asked for at once
+    # obstore tries once itself, and of a large file two parts are asked for at once
+    faults = iter(["503"] * 4)
     s3_proxy.faults = lambda method, target: next(faults, "reset")
     with working(), pytest.raises((Away, UserError), match=r"503 .*the first fault of \d+ s of tries") as given_up:
         CALLS[name](store, tmp_path)
@@ -208,7 +210,8 @@ def test_one_line_says_that_it_waits_and_one_that_it_is_over(
 
 
 def test_of_many_creators_one_wins_whatever_is_lost(store: Store, s3_proxy: S3Proxy) -> None:
-    """Every third request is refused, and every third answer is lost, so the winner mostly does not know that it won."""
+    """Every third request is refused, and every third answer is lost, so the winner
+    mostly does not know that it won."""
     count = iter(range(1_000_000))
     s3_proxy.faults = lambda method, target: ["503", "", ""][next(count) % 3]
     losses = iter(range(1_000_000))

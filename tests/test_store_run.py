@@ -425,7 +425,8 @@ def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
 def test_a_silent_holder_on_another_host_is_taken_over_and_a_beating_one_is_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "STALE_S", DEADLINE_S)  # the heartbeat is a process, which has to start
+    # the heartbeat is a process, which has to start
+    monkeypatch.setattr(lease, "STALE_S", DEADLINE_S)
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.2)
     held = lease.acquire(store, "runs/a")
     monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")

@@ -1,4 +1,5 @@
-"""What an S3 store asks of its server, and what it does when the server, the network or another process does not do its part."""
+"""What an S3 store asks of its server, and what it does when the server, the network or another
+process does not do its part."""
 
 from __future__ import annotations
 
@@ -194,7 +195,10 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
 ) -> None:
     url, source = s3_server.url(), random_file(tmp_path / "source", 4 * PART_BYTES)
     s3_proxy.holds = lambda method, query: "partNumber=3" in query
-    program = "import sys; from rlpipe.store.backend import open_store; open_store(sys.argv[1]).put_file('p/w.bin', __import__('pathlib').Path(sys.argv[2]))"
+    program = (
+        "import sys; from rlpipe.store.backend import open_store; open_store(sys.argv[1]).put_file('p/w.bin', "
+        "__import__('pathlib').Path(sys.argv[2]))"
+    )
     with run_program(program, url, str(source)) as writer:
         assert s3_proxy.held.wait(timeout=DEADLINE_S)
         writer.kill()
@@ -283,8 +287,10 @@ def test_wrong_keys_are_an_oserror_everywhere(
     store = open_store(s3_server.url())
     source = random_file(tmp_path / "source", 2 * PART_BYTES)
     calls: list[Callable[[], object]] = [
-        lambda: store.exists("x"), lambda: store.read("x"), lambda: store.read_range("x", 0, 1), lambda: store.put("x", b"x"),
-        lambda: store.create("x", b"x"), lambda: store.put_file("x", source), lambda: store.get_file("x", tmp_path / "target"),
+        lambda: store.exists("x"), lambda: store.read("x"), lambda: store.read_range("x", 0, 1),
+        lambda: store.put("x", b"x"),
+        lambda: store.create("x", b"x"), lambda: store.put_file("x", source),
+        lambda: store.get_file("x", tmp_path / "target"),
         lambda: store.list("x"), lambda: store.folders("x"), lambda: store.delete("x"),
     ]  # fmt: skip
     for call in calls:
@@ -324,7 +330,8 @@ async def test_many_threads_of_one_process_use_a_store_at_once(store: Store) -> 
 
 
 def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: S3Server, tmp_path: Path) -> None:
-    """Counted at the server: both read their rows of every tensor, in whole blocks of one MiB, and each the header."""
+    """Counted at the server: both read their rows of every tensor, in whole blocks
+    of one MiB, and each the header."""
     import numpy as np
 
     store, rows = open_store(s3_server.url()), 16 * MIB // 4 // 256
@@ -349,11 +356,16 @@ def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: 
 
 
 NOWHERE = {  # an endpoint and a bucket -> what is said
-    ("http://127.0.0.1:99999", "b"): "Port out of range", ("http://127.0.0.1:0", "b"): "no address", ("http://127.0.0.1:-1", "b"): "no address",
-    ("http://", "b"): "no address", ("nonsense", "b"): "begin with http", ("ftp://x", "b"): "begin with http", ("http://[::1", "b"): "no address",
-    ("http://a b", "b"): "no address", ("http://x\n", "b"): "no address", ("http://\udcff", "b"): "no address", ("http://é", "b"): "no address",
-    ("http://h?x", "b"): "no address", ("http://me:secret@h:99999", "b"): "no address", ("https://me:secret@h", "b"): "holds a user", ("http://h", "b u"): "'b u' is no name",
-    ("http://h", "é"): "'é' is no name", ("http://h", "b%zz"): "is no name", ("http://h", ".."): "is no name", ("http://h", "a@b"): "is no name", ("http://h", "x" * 300): "is no name",
+    ("http://127.0.0.1:99999", "b"): "Port out of range", ("http://127.0.0.1:0", "b"): "no address",
+    ("http://127.0.0.1:-1", "b"): "no address",
+    ("http://", "b"): "no address", ("nonsense", "b"): "begin with http", ("ftp://x", "b"): "begin with http",
+    ("http://[::1", "b"): "no address",
+    ("http://a b", "b"): "no address", ("http://x\n", "b"): "no address", ("http://\udcff", "b"): "no address",
+    ("http://é", "b"): "no address",
+    ("http://h?x", "b"): "no address", ("http://me:secret@h:99999", "b"): "no address",
+    ("https://me:secret@h", "b"): "holds a user", ("http://h", "b u"): "'b u' is no name",
+    ("http://h", "é"): "'é' is no name", ("http://h", "b%zz"): "is no name", ("http://h", ".."): "is no name",
+    ("http://h", "a@b"): "is no name", ("http://h", "x" * 300): "is no name",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A batch has as many groups as were asked for: what is kept beyond them waits for the next iteration, or is dropped and counted."""
+"""A batch has as many groups as were asked for: what is kept beyond them waits for the next
+iteration, or is dropped and counted."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class QuickPool(PlayedPool):
 
 
 async def run_of(folder: Path, iterations: int, pool: PlayedPool, *sets: str) -> tuple[World, list[JsonDict]]:
-    """A run, and the metrics of its iterations: every rollout is in one place, no batch is larger than was asked for."""
+    """A run, and the metrics of its iterations: every rollout is in one place, no
+    batch is larger than was asked for."""
     world, carried, told = World(folder, pool, [*sets]), [], []
     for iteration in range(iterations):
         told.append(await world.iterate(iteration))

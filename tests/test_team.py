@@ -1,4 +1,5 @@
-"""Rows that ranks share: the same logprobs and gradients as of rows that one rank holds, and a share of their memory."""
+"""Rows that ranks share: the same logprobs and gradients as of rows that one rank holds, and a
+share of their memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.team_world import on_ranks
 
 LENGTHS = (61, 33, 29, 17, 5, 3)
 Placed = tuple[list[Text], list[Row]]
-# plain, repeated key-value heads, windows, windows of some layers, chunks, experts, latent heads of other sizes
+# plain, repeated key-value heads, windows, windows of some layers, chunks,
+# experts, latent heads of other sizes
 FAMILIES = ["qwen2", "llama", "qwen3", "mistral", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3"]
 
 

@@ -1,4 +1,7 @@
-"""The terminal shows a line for what is logged; the log folder has it whole. SIGTERM ends what runs in it with a line."""
+"""The terminal shows a line for what is logged; the log folder has it whole.
+
+SIGTERM ends what runs in it with a line.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def test_tracebacks_are_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFi
     logging.getLogger("prefect.flow_runs").error("Finished in state Failed()")
     logging.getLogger("rlpipe.x").warning("an engine is slow")
     assert capsys.readouterr().err.splitlines() == [
-        "ERROR Task run failed with exception: RuntimeError('x is gone'). Retry 1/2 will start", "WARNING an engine is slow"
+        "ERROR Task run failed with exception: RuntimeError('x is gone'). Retry 1/2 will start",
+        "WARNING an engine is slow"
     ]  # fmt: skip
     log = (tmp_path / "logs" / LOG_NAME).read_text()
     assert log.count("Traceback") == 2 and "Finished in state" in log and "an engine is slow" in log
@@ -72,7 +76,8 @@ SAFE = r"a\x1b[2J\x1b]0;x\x07\x9b1m\r\u202eb\ud800\x00"
 
 
 def test_what_others_wrote_moves_no_cursor_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a log and its tracebacks, in lines of a command, in errors, in the state of a flow run that failed."""
+    """In a log and its tracebacks, in lines of a command, in errors, in the
+    state of a flow run that failed."""
     log_to(tmp_path / "logs")
     for kind in (UserError, StoreError, EngineError, TrainerError):
         assert str(kind(EVIL)) == SAFE
@@ -101,7 +106,8 @@ def test_text_goes_to_a_terminal_in_one_place() -> None:
     """Of the flows and commands; what the library prints are lines of its own."""
     prints = re.compile(r"\bprint\(|\becho\(.*typer|typer\.(echo|secho)\(|click\.|std(out|err)\.write\(|\bwrite\(line")
     found = [f"{path.name}: {line.strip()}" for folder in ("flows", "tasks") for path in (ROOT / folder).glob("*.py")
-             for line in path.read_text().splitlines() if path.name != "printing.py" and prints.search(line)]  # fmt: skip
+             for line in path.read_text().splitlines() if path.name != "printing.py"
+             and prints.search(line)]  # fmt: skip
     assert found == []
 
 
@@ -119,7 +125,8 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unbound")
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.05, 0.1])
 def test_sigterm_ends_a_flow_wherever_it_comes_and_what_it_held_is_given_back(delay_s: float) -> None:
-    """Prefect's own handler would raise in whatever the loop does just then: asyncio goes on after one that raises in a callback."""
+    """Prefect's own handler would raise in whatever the loop does just then: asyncio goes on after
+    one that raises in a callback."""
     given_back: list[bool] = []
 
     async def flow() -> None:
@@ -202,7 +209,7 @@ async def stands():
 cli.run_lines = lambda _: run_flow(FLOW())
 sys.argv = ["rlpipe", "runs"]
 cli.app()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])

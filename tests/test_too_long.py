@@ -1,4 +1,5 @@
-"""data.on_too_long: rows that are longer than the context leaves room for are dropped before anything is drawn, counted, or refused."""
+"""data.on_too_long: rows that are longer than the context leaves room for are dropped before
+anything is drawn, counted, or refused."""
 
 from __future__ import annotations
 

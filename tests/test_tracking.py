@@ -1,4 +1,5 @@
-"""Tracking against a real MLflow store: each point once, nothing lost by an outage, never in the way."""
+"""Tracking against a real MLflow store: each point once, nothing lost
+by an outage, never in the way."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def points(source: str, unit: int) -> list[Point]:
-    """What rlpipe/report/curves.py gives: an iteration's evaluation is that of the weight version it made."""
+    """What rlpipe/report/curves.py gives: an iteration's evaluation is that
+    of the weight version it made."""
     time_ms = 1_700_000_000_000 + unit
     if source == BEFORE_RL:
         return [Point(0, time_ms, {"evaluation/words_greedy": 0.25, "before_rl/words_greedy": 0.25})]
@@ -88,7 +90,8 @@ def test_a_resume_sends_what_is_missing_and_nothing_twice(tmp_path: Path) -> Non
 
 
 def test_a_process_that_died_between_two_sends_leaves_each_point_once(tmp_path: Path) -> None:
-    """The evaluation before RL, one iteration, and then any of the ways to die: the tag is behind what MLflow has."""
+    """The evaluation before RL, one iteration, and then any of the ways to die: the
+    tag is behind what MLflow has."""
     first = tracker(tmp_path)
     first.begin("rl")
     first.committed(BEFORE_RL, 1)
@@ -236,7 +239,8 @@ def test_a_project_has_one_registered_model_with_each_policy_once(
     assert first.run_id == mlflow_runs(tmp_path, "a", "words")["post-train"].info.run_id
     assert [entry.path for entry in registry.list_artifacts(str(first.run_id))] == ["curves.png"]
     assert first.tags == {
-        "rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b", "rlpipe.policy": POLICY, "rlpipe.run": "a", "rlpipe.iterations": "6", "evaluation/words_greedy": "0.75"
+        "rlpipe.version": "6", "rlpipe.policy_sha256": "5f2b", "rlpipe.policy": POLICY, "rlpipe.run": "a",
+        "rlpipe.iterations": "6", "evaluation/words_greedy": "0.75"
     }  # fmt: skip
     assert "run `a` after 6 RL iterations" in first.description
     assert "AutoModelForCausalLM.from_pretrained('/store/runs/a/rl/00005/policy/x')` loads it" in first.description

@@ -1,4 +1,5 @@
-"""The chat template that trained is in every policy's folder: transformers writes with it what we wrote."""
+"""The chat template that trained is in every policy's folder:
+transformers writes with it what we wrote."""
 
 from __future__ import annotations
 
@@ -66,12 +67,14 @@ def test_the_template_of_the_config_takes_the_place_of_any_other(name: str, tmp_
 
 
 VALUES: dict[str, Any] = {
-    "text": "a\"b'c\\d\n{% é 😀 }} \x1f", "nothing": None, "none": 1, "in": 1, "yes": True, "many": [1, -2.5, 1e-5, {"k": None, 'q"': [False]}], "not a name": 1,
+    "text": "a\"b'c\\d\n{% é 😀 }} \x1f", "nothing": None, "none": 1, "in": 1, "yes": True,
+    "many": [1, -2.5, 1e-5, {"k": None, 'q"': [False]}], "not a name": 1,
     "bos_token": "<B>", "tools": [{"name": "f"}],
 }  # fmt: skip
 PRINTS = (
     "\n{{ text }}|{{ nothing is none }}|{{ yes }}|{{ many | tojson }}|{{ bos_token }}|{{ tools | tojson }}"
-    "{% macro inside() %}{{ text }}{{ yes }}{% endmacro %}{{ inside() }}{% for m in messages %}{{ m.content }}{{ text }}{% endfor %}\n"
+    "{% macro inside() %}{{ text }}{{ yes }}{% endmacro %}{{ inside() }}{% for m in messages %}{{ m.content }}"
+    "{{ text }}{% endfor %}\n"
 )
 
 

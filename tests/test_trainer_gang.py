@@ -1,4 +1,5 @@
-"""A real gang of two ranks, over HTTP: it agrees with one rank, exchanges states with it, and survives a kill."""
+"""A real gang of two ranks, over HTTP: it agrees with one rank, exchanges
+states with it, and survives a kill."""
 
 from __future__ import annotations
 
@@ -31,13 +32,16 @@ from tests.rows import GAPS, from_parquet
 
 TOKEN = "secret"
 SETTINGS: JsonDict = {"num_steps": 1, "learning_rate": 1e-4, "grad_clip": 1e9, "entropy_coef": 0.01}
-MOVED: JsonDict = {"num_steps": 2, "learning_rate": 1e-3}  # in the second step the ratios have moved, and are clipped
+# in the second step the ratios have moved, and are clipped
+MOVED: JsonDict = {"num_steps": 2, "learning_rate": 1e-3}
 OPTIONS: dict[str, JsonDict] = {
     "ppo": {},
     "gspo": {"objective": "gspo", "aggregation": "sequence_mean", **MOVED, "clip_low": 1e-3, "clip_high": 1e-3},
-    "cispo": {"objective": "cispo", "aggregation": "fixed_length", "importance": "sequence_mask", "importance_high": 1.2,
+    "cispo": {"objective": "cispo", "aggregation": "fixed_length",
+              "importance": "sequence_mask", "importance_high": 1.2,
               **MOVED, "clip_low": 5e-3, "clip_high": 5e-3},
-    "reinforce++": {"estimator": "reinforce_plus_plus", "gamma": 0.95, "kl": "reward", "kl_coef": 0.3, "kl_estimator": "k1"},
+    "reinforce++": {"estimator": "reinforce_plus_plus", "gamma": 0.95, "kl": "reward",
+                    "kl_coef": 0.3, "kl_estimator": "k1"},
 }  # fmt: skip
 
 
@@ -129,7 +133,8 @@ def data(store: Store) -> ArtifactRef:
 
 
 def moments(solo: Trainer, folder: str, records: list[JsonDict]) -> tuple[dict[str, torch.Tensor], ArtifactRef]:
-    """exp_avg after one step of a fresh AdamW: (1 - beta1) times the gradient, put together from the ranks' files."""
+    """exp_avg after one step of a fresh AdamW: (1 - beta1) times the gradient, put
+    together from the ranks' files."""
     ref = world.saved(solo.gang.store, folder, records)
     stored = StoredState(solo.gang, ref)
     read_rows = stored.rows("exp_avg")
@@ -167,7 +172,8 @@ def test_one_rank_and_two_ranks_agree(
 
 
 def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Trainer, store: Store) -> None:
-    """Each row once, in the order of the batch, whichever rank had it, and however many steps are taken. The ranks have unequal shares."""
+    """Each row once, in the order of the batch, whichever rank had it, and however many steps are
+    taken. The ranks have unequal shares."""
     rows = world.rollout_rows(7, 1, seed=4)
     rows[3] |= {"rollout_logprobs": [float("inf")] * len(rows[3]["rollout_logprobs"])}
     batch, read = world.batch(store, "batch-of-seven", rows), []
@@ -293,7 +299,8 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
 
 
 def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
-    """The meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every address of the machine."""
+    """The meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every
+    address of the machine."""
     gang.wait_ready()
     family = psutil.Process(gang.parent.pid).children(recursive=True)
     places = {
@@ -304,7 +311,8 @@ def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
 
 
 def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
-    """The last test, for it kills what stands for the flow process: neither the launcher nor a rank stays."""
+    """The last test, for it kills what stands for the flow process: neither
+    the launcher nor a rank stays."""
     family = psutil.Process(gang.parent.pid).children(recursive=True)
     assert len(family) >= 3
     gang.parent.kill()
@@ -330,7 +338,8 @@ def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
     ["qwen3:ppo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3:gspo", "gemma3_text:sft"))],
 )
 def test_ranks_that_share_rows_do_what_each_does_with_its_own(named: str, tmp_path: Path) -> None:
-    """2 and 4 of them, of 4: gradients, weights and every metric of two steps, with a reference and with an objective over whole sequences."""
+    """2 and 4 of them, of 4: gradients, weights and every metric of two steps, with a reference and
+    with an objective over whole sequences."""
     run_ranks("tests.ranks_of_a_team", 4, tmp_path, named)
     entries = json.loads((tmp_path / "team.json").read_text())
     assert [entry["ranks"] for entry in entries] == [2, 4]
@@ -351,7 +360,10 @@ def test_ranks_that_share_rows_do_what_each_does_with_its_own(named: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_rank_reads_its_own_rows_and_no_more(ranks: int, tmp_path: Path) -> None:
-    """By up to so many ranks, of what up to so many saved. The blocks that verify what is read are small, as the model is."""
+    """By up to so many ranks, of what up to so many saved.
+
+    The blocks that verify what is read are small, as the model is.
+    """
     run_ranks("tests.ranks_of_a_restore", ranks, tmp_path)
     told = json.loads((tmp_path / "read.json").read_text())
     assert len(told) == 2 * ranks * sum(range(1, ranks + 1))

@@ -39,7 +39,7 @@ assert fingerprints[0] == fingerprints[2], "moments on the host give other bits"
 world.run(trainer, "load", world.load_ref("b", "state", world.saved(gang.store, "state-2", saved["state"])))
 again = world.run(trainer, "save", world.save("b", "policy-3", "state-3"))
 assert world.digests(again["state"]) == fingerprints[0][1]
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""Jobs in one process: what is trained, saved and loaded again is the same to the bit; bad input leaves nothing resident."""
+"""Jobs in one process: what is trained, saved and loaded again is the same to the bit; bad input
+leaves nothing resident."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_a_kl_of_weight_0_is_logged_and_changes_no_bit(trainer: Trainer) -> None
 def test_a_reference_of_another_family_sets_how_rows_are_filled(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that packed rows would leak through: both policies see one sequence a row, also where the reference was loaded before."""
+    """One that packed rows would leak through: both policies see one sequence a row, also where the
+    reference was loaded before."""
     store = trainer.gang.store
     start = world.saved(store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
     data = world.batch(store, "batch", world.rollout_rows(6, 4))

@@ -1,4 +1,5 @@
-"""A gang of two nodes, both on this machine: one of them dies or stops, and whoever waits for a job is told which."""
+"""A gang of two nodes, both on this machine: one of them dies or stops, and whoever
+waits for a job is told which."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class TwoNodes:
         with self.log.open("wb") as log:
             self.nodes = [
                 subprocess.Popen(
-                    launcher_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}), node, rendezvous),
+                    launcher_argv(options.model_copy(update={"work_dir": f"{folder}/node-{node}", "port": port}),
+                                  node, rendezvous),
                     stdout=log, stderr=log, env=environment,
                 )
                 for node, port in enumerate(ports)
@@ -119,7 +121,8 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
     training = asyncio.create_task(client.run("train", world.train("new", "never", "sft", data, MANY_STEPS)))
     await asyncio.sleep(2.0)
     assert not training.done()
-    for process in gang.family(1):  # a machine that is gone closes no connection: a stopped one is like it
+    # a machine that is gone closes no connection: a stopped one is like it
+    for process in gang.family(1):
         process.send_signal(getattr(signal, how))
     # by its silence, and not by a deadline of a collective
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""What a trainer holds goes away and comes back: real memory, the same bits, and nothing half moved when the disk is full."""
+"""What a trainer holds goes away and comes back: real memory, the same bits, and nothing half moved
+when the disk is full."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: Arti
 
 
 def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, str]]:
-    """What two jobs of RL and one of SFT come to, with a restore between them, by a trainer with `trainer.offload`."""
+    """What two jobs of RL and one of SFT come to, with a restore between them, by a
+    trainer with `trainer.offload`."""
     trainer = Trainer(world.solo_gang(folder, tokens_max=512, offload=offload))
     store, digests = trainer.gang.store, list[dict[str, str]]()
     world.run(trainer, "load", world.load_new())
@@ -94,7 +96,10 @@ def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, s
 
 @pytest.mark.slow
 def test_moments_on_the_host_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part, and in many: parts of several parameters, and parameters with more than a part. Parked meanwhile, too."""
+    """In one part, and in many: parts of several parameters, and parameters with more than a part.
+
+    Parked meanwhile, too.
+    """
     expected = trained(tmp_path / "none", "none")
     assert trained(tmp_path / "one", "optimizer") == expected
     monkeypatch.setattr(moments_room, "PART_BYTES", 40_000)

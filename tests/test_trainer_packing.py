@@ -1,4 +1,5 @@
-"""Packing: every sequence exactly once, nothing overlaps, the budget holds, whatever the lengths."""
+"""Packing: every sequence exactly once, nothing overlaps, the
+budget holds, whatever the lengths."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_rows_hold_the_sequences_side_by_side(lengths: list[int], seed: int) -> 
 
 @st.composite
 def steps_of_groups(draw: st.DrawFn) -> list[TrainSequence]:
-    """Sequences of some groups, each with a prompt of its own; of some completions no token is scored."""
+    """Sequences of some groups, each with a prompt of its own; of some
+    completions no token is scored."""
     random, sequences = np.random.default_rng(draw(st.integers(0, 1000))), list[TrainSequence]()
     for group in range(draw(st.integers(1, 6))):
         prompt = np.append(random.integers(1, 99, draw(st.integers(0, 20))), 1000 + group)
@@ -167,7 +169,8 @@ def test_a_prompt_is_shared_by_as_many_as_pay() -> None:
     assert largest([sequence_of(sequence.tokens, sequence.scored) for sequence in group(400, 10, 16)]) == 1
 
 
-# groups, completions of each, tokens of a prompt, fewest and most tokens of a completion; slots with masks of L x L, slots with flex_attention
+# groups, completions of each, tokens of a prompt, fewest and most tokens of a completion; slots
+# with masks of L x L, slots with flex_attention
 SHAPES = [
     (16, 8, 6000, 500, 500, 832_000, 160_000),
     (64, 16, 200, 50, 600, 500_595, 353_966),
@@ -179,7 +182,8 @@ SHAPES = [
 def test_with_flex_attention_a_prompt_is_computed_once(
     groups: int, size: int, prompt: int, fewest: int, most: int, dense: int, flex: int
 ) -> None:
-    """What no token sees costs nothing there, so rows and texts are as long as a microbatch, and nothing is padding."""
+    """What no token sees costs nothing there, so rows and texts are as long as a
+    microbatch, and nothing is padding."""
     random, sequences = np.random.default_rng(0), list[TrainSequence]()
     for group in range(groups):
         for length in random.integers(fewest, most + 1, size):

@@ -1,7 +1,9 @@
-"""The step against a plain loop over unpacked sequences, and its invariance: microbatch size and order change nothing.
+"""The step against a plain loop over unpacked sequences, and its invariance: microbatch
+size and order change nothing.
 
-Why it holds: every loss is a sum over tokens (or sequences) divided by counts of the whole step, so a gradient is a sum of
-independent parts, and a packed sequence sees only itself (block-diagonal mask, restarting positions).
+Why it holds: every loss is a sum over tokens (or sequences) divided by counts of the whole step, so
+a gradient is a sum of independent parts, and a packed sequence sees only itself (block-diagonal
+mask, restarting positions).
 """
 
 from __future__ import annotations
@@ -50,12 +52,15 @@ REWARD_KL: JsonDict = {"kl": "reward", "kl_coef": 0.3, "kl_estimator": "k1"}
 OPTIONS: dict[str, JsonDict] = {
     "ppo": {"importance_low": 0.97},
     "ppo, dual clip": {
-        "dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo", "importance": "token_mask", "importance_low": 0.96,
+        "dual_clip": 1.03, "aggregation": "sequence_mean", "estimator": "dr_grpo",
+        "importance": "token_mask", "importance_low": 0.96,
     },
-    "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.01, "estimator": "rloo"},
+    "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01,
+             "clip_high": 0.01, "estimator": "rloo"},
     "cispo": {"objective": "cispo", "aggregation": "fixed_length", "kl_estimator": "k2", "estimator": "maxrl"},
     "sapo": {"objective": "sapo", "importance": "sequence_truncate", "importance_high": 1.1, "estimator": "opo"},
-    "dppo": {"objective": "dppo", "importance": "none", "clip_low": 2e-4, "clip_high": 2e-4, "estimator": "opo", **REWARD_KL},
+    "dppo": {"objective": "dppo", "importance": "none", "clip_low": 2e-4, "clip_high": 2e-4,
+             "estimator": "opo", **REWARD_KL},
     "ppo, the engine's logprobs": {"proximal": "engine", "importance": "none", "kl_estimator": "k2"},
     "reinforce++": {"objective": "reinforce", "estimator": "reinforce_plus_plus", "gamma": 0.95, **REWARD_KL},
     "reinforce++ baseline": {
@@ -67,7 +72,8 @@ CASES = ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS
 
 @dataclass(frozen=True)
 class World:
-    """A batch, and the frozen policies: proximal_logprobs are another policy's, so that every ratio and clip is at work."""
+    """A batch, and the frozen policies: proximal_logprobs are another policy's, so that
+    every ratio and clip is at work."""
 
     gang: Gang
     rollouts: RlBatch
@@ -127,7 +133,10 @@ def ready(
 def gradients(
     gang: Gang, setup: World, sequences: list[TrainSequence], name: str, rows: Rows = Rows.PACKED
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradient of one step and its sums. It is read out of a fresh AdamW: the first moment is (1 - beta1) times it."""
+    """The gradient of one step and its sums.
+
+    It is read out of a fresh AdamW: the first moment is (1 - beta1) times it.
+    """
     resident, settings = resident_of(gang), settings_of(name)
     batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
     sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), HOW)
@@ -151,7 +160,10 @@ def plain_model(seed: int) -> Any:
 def plain_token_sums(
     logprobs: list[list[float]], advantages: list[float], logits: list[list[float]], settings: RlConfig
 ) -> dict[str, float]:
-    """TOKEN_SUMS of one sequence, all tokens of which count. `logprobs`: those of policy, proximal, reference and rollout."""
+    """TOKEN_SUMS of one sequence, all tokens of which count.
+
+    `logprobs`: those of policy, proximal, reference and rollout.
+    """
     policy, proximal, reference, rollout = logprobs
     start = policy if settings.proximal == "engine" else proximal
     weighing = (proximal, rollout, [1] * len(policy), settings.importance)
@@ -173,7 +185,8 @@ def plain_token_sums(
 
 
 def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """One unpacked sequence at a time through the HF model in float64, with its own logits; the loss and TOKEN_SUMS come with it."""
+    """One unpacked sequence at a time through the HF model in float64, with its own logits; the
+    loss and TOKEN_SUMS come with it."""
     models = [plain_model(seed) for seed in (0, 1, 2)]
     kept = [sequence for sequence in rollouts.steps[0] if len(sequence.scored)]
     counts = {
@@ -188,8 +201,8 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
         rows.append(([torch.log_softmax(each, -1)[chosen][None] for each in logits], logits[0]))
     kl_N = torch.cat([kl(p, r, estimator=settings.kl_estimator).flatten() for (_, p, r), _ in rows]).detach().numpy()
     advantages_B = row_advantages(
-        rollouts.rewards_B, rollouts.group_index_B, rollouts.lengths_B, estimator=settings.estimator, gamma=settings.gamma,
-        kl_N=kl_N if settings.kl == "reward" else None, kl_coef=settings.kl_coef,
+        rollouts.rewards_B, rollouts.group_index_B, rollouts.lengths_B, estimator=settings.estimator,
+        gamma=settings.gamma, kl_N=kl_N if settings.kl == "reward" else None, kl_coef=settings.kl_coef,
     )  # fmt: skip
     sums = Counter[str]()
     for sequence, ((logprobs, proximal, reference), logits) in zip(kept, rows, strict=True):
@@ -199,7 +212,8 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
         own_N = advantages_B[sequence.row]
         losses, _, _ = policy_terms(
             logprobs, rollout if settings.objective == "dppo" else proximal, torch.tensor(own_N)[None], mask,
-            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
+            objective=settings.objective, clip_low=settings.clip_low, clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
         )  # fmt: skip
         bounds = {"low": settings.importance_low, "high": settings.importance_high}
         losses = losses * importance_weights(proximal, rollout, mask, mode=settings.importance, **bounds)[0]

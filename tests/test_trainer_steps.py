@@ -98,7 +98,10 @@ def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(t
     batch = world.batch(trainer.gang.store, "batch", rows)
     with pytest.raises(
         UserError,
-        match=r"^rl\.proximal='engine': 1 tokens of batch .*; start another run, or a fork, with rl\.proximal = 'trainer'",
+        match=(
+            r"^rl\.proximal='engine': 1 tokens of batch .*; start another run, or a fork, with "
+            r"rl\.proximal = 'trainer'"
+        ),
     ):
         world.run(trainer, "train", world.train("a", "b", "rl", batch, {"proximal": "engine", "importance": "none"}))
 

@@ -1,4 +1,5 @@
-"""What a host does where the trainer does not send it a policy: no engine waits for what does not come any more."""
+"""What a host does where the trainer does not send it a policy: no engine waits
+for what does not come any more."""
 
 from __future__ import annotations
 

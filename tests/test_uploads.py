@@ -1,4 +1,5 @@
-"""An upload leaves the cable of its node to others that fetch the same weights from it, because engines wait for those."""
+"""An upload leaves the cable of its node to others that fetch the same weights from it, because
+engines wait for those."""
 
 from __future__ import annotations
 

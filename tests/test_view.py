@@ -1,4 +1,5 @@
-"""`rlpipe view`: what its pages show of a store, that they escape and only read, and whom they answer."""
+"""`rlpipe view`: what its pages show of a store, that they escape and
+only read, and whom they answer."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def whole_store(store: Store, folder: Path) -> None:
-    """The runs of test_queries.py; a has a tokenizer too, and evaluations of versions 0 and 1 on prompts of their own."""
+    """The runs of test_queries.py; a has a tokenizer too, and evaluations of versions 0
+    and 1 on prompts of their own."""
     run = made(store)
     build_tokenizer(["Spell this word"], folder)
     commit_files(run, ("base", 0, "tokenizer"), {"tokenizer.json": (folder / "tokenizer.json").read_bytes()})
@@ -156,7 +158,8 @@ def test_groups_are_sorted_as_asked_for(whole: Store) -> None:
 
 
 def test_an_iteration_under_way_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
-    """A page that is asked for again sees what was committed meanwhile; a run that was made again under its name is another one."""
+    """A page that is asked for again sees what was committed meanwhile; a run that was made again
+    under its name is another one."""
     store = open_store(f"file://{tmp_path}/store")
     run = create_or_continue(tiny(store, "sft.num_steps=0"))
     commit_whole(run, 0)
@@ -208,7 +211,8 @@ def test_runs_side_by_side_have_a_curve_each_in_every_plot(whole: Store) -> None
 
 
 def test_the_evaluation_before_rl_is_the_first_point_of_its_curve(tmp_path: Path) -> None:
-    """From 0.918 over 0.97 to 0.969 a run has become better, though its last two points fall; and of what `rlpipe evaluate` made the newest."""
+    """From 0.918 over 0.97 to 0.969 a run has become better, though its last two points fall; and
+    of what `rlpipe evaluate` made the newest."""
     store = open_store(f"file://{tmp_path}/store")
     for name, evaluated in (("a", [0.97, 0.969]), ("b", [])):
         run = create_or_continue(tiny(store, f"run={name}", "sft.num_steps=0", "rl.num_iterations=2"))
@@ -245,8 +249,10 @@ def test_the_loss_of_sft_is_drawn_with_the_validation_loss_beside_it(tmp_path: P
 @pytest.mark.parametrize(
     ("points", "x_range", "y_range"),
     [
-        ([(0, 0.918)], (-0.5, 0.5), (0.0, 1.1475)), ([(7, 64.0)], (6.5, 7.5), (0.0, 80.0)), ([(0, 0.0)], (-0.5, 0.5), (-0.05, 1.0)),
-        ([(0, -2.0), (1, -2.0)], None, (-2.5, 0.0)), ([(0, 1.0), (1, 1.0), (2, 1.0)], None, (0.0, 1.25)), ([(0, 1.0), (1, 2.0)], None, None),
+        ([(0, 0.918)], (-0.5, 0.5), (0.0, 1.1475)), ([(7, 64.0)], (6.5, 7.5), (0.0, 80.0)),
+        ([(0, 0.0)], (-0.5, 0.5), (-0.05, 1.0)),
+        ([(0, -2.0), (1, -2.0)], None, (-2.5, 0.0)), ([(0, 1.0), (1, 1.0), (2, 1.0)], None, (0.0, 1.25)),
+        ([(0, 1.0), (1, 2.0)], None, None),
         ([], None, None), ([(0, None), (1, 4.0)], (0.5, 1.5), (0.0, 5.0)),
     ],
 )  # fmt: skip
@@ -267,15 +273,18 @@ def test_settings_have_a_line_each(whole: Store) -> None:
 
 
 def commit_turns(run: Run, tokenizer: Tokenizer) -> None:
-    """Iteration 0, and the evaluation of version 0: rollout 0 of group 0 has three turns of the policy, the others one."""
+    """Iteration 0, and the evaluation of version 0: rollout 0 of group 0 has three turns of the
+    policy, the others one."""
     said = ["this", "<|tool|>a word<|end|>", "Spell<|end|>", "<|tool|>b<|end|>", "word"]
     pieces = [tokenizer.encode(text).ids for text in said]
     told = [index % 2 == 1 for index, piece in enumerate(pieces) for _ in piece]
     outcome = {"reward": 1.0, "num_turns": 3, "fault": "", "metrics": {},
-               "messages": [[{"role": "tool", "content": "a word"}], [{"role": "tool", "content": "b"}], []]}  # fmt: skip
+               "messages": [[{"role": "tool", "content": "a word"}],
+                            [{"role": "tool", "content": "b"}], []]}  # fmt: skip
     rows = [row | {"environment": json.dumps({**outcome, "num_turns": 1, "messages": []})} for row in rows_of(0)]
     tokens = [token for piece in pieces for token in piece]
-    rows[0] |= {"completion": tokenizer.decode(tokens), "completion_tokens": tokens, "loss_mask": [int(not one) for one in told],
+    rows[0] |= {"completion": tokenizer.decode(tokens), "completion_tokens": tokens,
+                "loss_mask": [int(not one) for one in told],
                 "rollout_logprobs": [0.0 if one else -0.5 for one in told], "environment": json.dumps(outcome),
                 "weight_versions": [{"version": 0, "num_tokens": len(tokens)}]}  # fmt: skip
     commit_files(run, ("base", 0, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"h_greedy": 0.0}, 0)
@@ -423,8 +432,10 @@ def test_what_a_policy_wrote_is_text_on_every_page(tmp_path: Path) -> None:
     commit_files(run, ("rl", 0, "batch/round-0"), batch, {"dropped": {"5": EVIL}})
     commit_files(run, ("base", 0, "evaluation"), {"evaluation.parquet": only(rows, SCORES)}, {"words_greedy": 1.0}, 0)
     pages, query = client(store), {"id": f"p/{EVIL}", "text": EVIL}
-    paths = ["/runs/a/iterations/0", "/runs/a/iterations/0/groups/0", "/runs/a/iterations/0/groups/0/rollouts/0", "/runs/a/prompts",
-             "/runs/a/evaluations", "/search", "/runs/a/evaluations/0/groups/0", f"/{EVIL[:40]}", "/compare?run=" + EVIL[:40]]  # fmt: skip
+    paths = ["/runs/a/iterations/0", "/runs/a/iterations/0/groups/0",
+             "/runs/a/iterations/0/groups/0/rollouts/0", "/runs/a/prompts",
+             "/runs/a/evaluations", "/search", "/runs/a/evaluations/0/groups/0", f"/{EVIL[:40]}",
+             "/compare?run=" + EVIL[:40]]  # fmt: skip
     for path in paths:
         answer = pages.get(path) if "?" in path else pages.get(path, params=query)
         assert "<script>alert" not in answer.text and "<img" not in answer.text, path
@@ -485,7 +496,8 @@ def test_answers_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     run = create_or_continue(tiny(store, "sft.num_steps=0", "rl.num_iterations=2"))
     for version, (phase, number) in enumerate([("base", 0), ("rl", 0)]):
-        rows = [{**row, "completion": f"answer {version if row['group_index'] == 1 else 'x'}", "reward": float(version != row["group_index"])}
+        rows = [{**row, "completion": f"answer {version if row['group_index'] == 1 else 'x'}",
+                 "reward": float(version != row["group_index"])}
                 for row in rows_of(0)]  # fmt: skip
         if phase == "rl":
             commit_whole(run, 0)
@@ -570,6 +582,8 @@ def test_a_policy_that_was_pruned_hides_no_rollout(whole: Store) -> None:
 
 
 def test_odd_addresses_are_answered_with_a_page_that_says_so(whole: Store) -> None:
-    for path in ("/runs/..%2f..", "/runs/z", "/nothing", "/runs/a/iterations/-1", "/runs/a/iterations/x", "/runs/a/iterations/99999999999",
-                 "/runs/a/evaluations/-7", "/runs/a?first=-1", "/runs/a/prompts", "/search?text=a&from=a/b"):  # fmt: skip
+    for path in ("/runs/..%2f..", "/runs/z", "/nothing", "/runs/a/iterations/-1", "/runs/a/iterations/x",
+                 "/runs/a/iterations/99999999999",
+                 "/runs/a/evaluations/-7", "/runs/a?first=-1", "/runs/a/prompts",
+                 "/search?text=a&from=a/b"):  # fmt: skip
         assert "This cannot be shown" in page(whole, path, 404), path

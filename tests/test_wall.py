@@ -1,4 +1,5 @@
-"""The wall of the extras: a copy without `rlpipe/extras`, and without the packages that only extras need, is the whole core.
+"""The wall of the extras: a copy without `rlpipe/extras`, and without the packages that only extras
+need, is the whole core.
 
 SGLang is played by `tests/played/sglang`.
 """
@@ -40,7 +41,11 @@ import importlib, pkgutil, sys
 import flows, rlpipe, tasks
 def fail(name):
     raise
-names = [module.name for package in (rlpipe, tasks) for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", fail)]
+names = [
+    module.name
+    for package in (rlpipe, tasks)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", fail)
+]
 for name in [*names, "flows.cli", "flows.post_train", "flows.serve"]:
     importlib.import_module(name)
 assert rlpipe.__file__.startswith(sys.argv[1]), rlpipe.__file__
@@ -48,10 +53,10 @@ print(len(names))
 """
 # of every package of the core, and quick; `make test` runs the others where the extras are
 CORE = (
-    "test_advantages", "test_answers", "test_config", "test_curriculum", "test_data_cursor", "test_data_sources", "test_deltas",
-    "test_engine_pool", "test_environments_pool", "test_filters", "test_golden", "test_importing", "test_losses", "test_landing",
-    "test_retention", "test_rewards_pool", "test_rewards_registry", "test_rollout_files", "test_show", "test_stages", "test_store",
-    "test_store_run", "test_trainer_packing", "test_trainer_schedule",
+    "test_advantages", "test_answers", "test_config", "test_curriculum", "test_data_cursor", "test_data_sources",
+    "test_deltas", "test_engine_pool", "test_environments_pool", "test_filters", "test_golden", "test_importing",
+    "test_losses", "test_landing", "test_retention", "test_rewards_pool", "test_rewards_registry", "test_rollout_files",
+    "test_show", "test_stages", "test_store", "test_store_run", "test_trainer_packing", "test_trainer_schedule",
 )  # fmt: skip
 
 
@@ -109,7 +114,8 @@ def test_a_command_of_an_extra_says_what_is_missing(bare: Path, arguments: list[
 
 @pytest.mark.parametrize(("extra", "command"), [("view", ["view"]), ("queries", ["sql", "select 1"])])
 def test_a_package_of_an_extra_is_named(extra: str, command: list[str], bare: Path, tmp_path: Path) -> None:
-    """The whole of rlpipe, as `pip install .` leaves it: the extra is there, its packages are not."""
+    """The whole of rlpipe, as `pip install .` leaves it: the extra
+    is there, its packages are not."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)

@@ -1,4 +1,5 @@
-"""`rlpipe why`: what each suspect says of a fault that was planted, and that nothing is named where nothing changed."""
+"""`rlpipe why`: what each suspect says of a fault that was planted, and that nothing
+is named where nothing changed."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_what_was_planted_is_named_first(name: str, seed: int, run: Run) -> None
 
 
 def test_a_stale_engine_is_shown_by_the_rollouts_whose_tokens_are_furthest_apart(run: Run) -> None:
-    """Where gaps are stored; not of iterations that older code trained, nor of tokens of which nobody recorded the logprob."""
+    """Where gaps are stored; not of iterations that older code trained, nor of tokens of which
+    nobody recorded the logprob."""
     whole = around(run, 1, FAULTS["a stale engine"][0])
     apart = [(8, 2, 1), (9, 4, 0), (7, 7, 5)]  # iteration, group, rollout
     gaps: dict[int, list[TokenGaps]] = {}
@@ -131,7 +133,8 @@ def test_a_kl_that_the_updates_themselves_made_is_no_other_reference(run: Run) -
 
 
 def test_nothing_is_named_where_nothing_changed(run: Run) -> None:
-    """40 runs that learn, of few and small groups: at the level of one report, ALPHA of them may be named."""
+    """40 runs that learn, of few and small groups: at the level of one
+    report, ALPHA of them may be named."""
     named = [judge(around(run, seed, prompts=6, size=4), looks=len(SUSPECTS)).findings for seed in range(40)]
     assert sum(map(bool, named)) <= 1, [finding.title for findings in named for finding in findings]
 

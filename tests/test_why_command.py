@@ -1,4 +1,5 @@
-"""`rlpipe why` on a store: which iteration it finds, what it prints, its exit codes, the fork that would prove it, a second reward."""
+"""`rlpipe why` on a store: which iteration it finds, what it prints, its exit codes, the fork that
+would prove it, a second reward."""
 
 from __future__ import annotations
 

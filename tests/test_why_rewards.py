@@ -1,4 +1,5 @@
-"""`rlpipe why` of rewards, labels and rates: who did nothing is not named, and what was done is proved where it can be."""
+"""`rlpipe why` of rewards, labels and rates: who did nothing is not named, and what was done is
+proved where it can be."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def scored(run: Run, whole: Around) -> Around:
 
 
 def garbage(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
-    """What a policy says at a temperature of 2: now and then between tags, letters without a meaning."""
+    """What a policy says at a temperature of 2: now and then between
+    tags, letters without a meaning."""
     text = "".join(rng.choice(LETTERS) for _ in range(rng.randint(1, 12)))
     text = f"<answer>{text}</answer>" if rng.random() < 0.3 else text
     return replace(rollout, completion=text, completion_tokens=rollout.completion_tokens[: len(text)])
@@ -111,10 +113,12 @@ def told_otherwise(whole: Around, name: str, late: bool) -> Around:
 @pytest.mark.parametrize("late", [True, False], ids=["broken from the iteration on", "mended from the iteration on"])
 @pytest.mark.parametrize("kind", CASES)
 def test_code_that_gives_the_same_text_another_reward_is_proved(kind: str, late: bool, tmp_path: Path) -> None:
-    """Today's code is that of one side; of a reward without any other part and of garbage that nothing before was like, too."""
+    """Today's code is that of one side; of a reward without any other part and of garbage that
+    nothing before was like, too."""
     run = run_of(tmp_path, KINDS[kind])
     part = label(next(iter(run.config.rl.rewards)))
-    # of the exact rewards garbage has 0 from either code: it proves nothing, and nothing needs explaining
+    # of the exact rewards garbage has 0 from either code: it proves
+    # nothing, and nothing needs explaining
     planted = Planted(after=garbage) if late and kind == "partial credit" else None
     changed = told_otherwise(scored(run, around(run, 1, planted, size=8)), part, late)
     store(changed)
@@ -131,11 +135,14 @@ def test_code_that_gives_the_same_text_another_reward_is_proved(kind: str, late:
 
 
 def test_code_that_is_neither_sides_proves_nothing(tmp_path: Path) -> None:
-    """A reward that was edited after the run: what the policy says has changed, and its code had not."""
+    """A reward that was edited after the run: what the policy says has
+    changed, and its code had not."""
     run = run_of(tmp_path, KINDS["0/1"])
     hot = scored(run, around(run, 1, Planted(after=garbage), size=8))
     shifted = [
-        replace(group, rollouts=[rewarded(one, {"exact": one.reward_parts["exact"] * 0.5 - 0.1}, run.config) for one in group.rollouts])
+        replace(group,
+                rollouts=[rewarded(one, {"exact": one.reward_parts["exact"] * 0.5 - 0.1},
+                                   run.config) for one in group.rollouts])
         for group in hot.groups
     ]  # fmt: skip
     edited = replace(hot, groups=shifted)
@@ -197,7 +204,12 @@ def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Pa
         rollouts = [rewarded(one, part, run.config) for one, part in zip(group.rollouts, parts, strict=True)]
         groups.append(replace(group, rollouts=rollouts))
     assert not list(reward_parts(replace(whole, groups=groups)))
-    only = told_otherwise(replace(whole, groups=[replace(group, rollouts=[rewarded(one, {"exact": one.reward_parts["exact"], "length": 0.8}, run.config) for one in group.rollouts]) for group in whole.groups]), "exact", True)  # fmt: skip
+    only = told_otherwise(
+        replace(whole, groups=[
+            replace(group, rollouts=[
+                rewarded(one, {"exact": one.reward_parts["exact"], "length": 0.8}, run.config) for one in group.rollouts
+            ]) for group in whole.groups
+        ]), "exact", True)  # fmt: skip
     assert [finding.title for finding in reward_parts(only)] == ["reward part exact falls"]
 
 
@@ -212,7 +224,9 @@ def test_other_weights_explain_what_they_do_to_the_same_completions(sets: str, e
     run = run_of(tmp_path, KINDS["two parts"])
     whole = around(run, 1, Planted(sets=(sets,)), size=8)
     new = replace(run, config=whole.config)
-    groups = [group if group.iteration < whole.at else replace(group, rollouts=[by_code(one, group.prompt, new) for one in group.rollouts]) for group in scored(run, whole).groups]  # fmt: skip
+    groups = [group if group.iteration < whole.at
+              else replace(group, rollouts=[by_code(one, group.prompt, new) for one in group.rollouts])
+              for group in scored(run, whole).groups]  # fmt: skip
     whole = replace(whole, groups=groups)
     store(whole)
     with Today(run) as today:
@@ -246,7 +260,8 @@ def test_right_labels_are_not_named_where_the_policy_is_surely_wrong(kind: str, 
 
 
 def test_a_label_that_was_right_before_is_right(tmp_path: Path) -> None:
-    """The same words are asked again, of a policy that has forgotten them: what it answers now is like nothing."""
+    """The same words are asked again, of a policy that has forgotten them: what
+    it answers now is like nothing."""
     run = run_of(tmp_path, KINDS["0/1"])
     words = ["".join(random.Random(number).choices(LETTERS, k=5)) for number in range(12)]
 
@@ -267,7 +282,10 @@ def test_a_label_that_was_right_before_is_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [[6] * 6, [1, 17, 2, 15, 2, 1]], ids=["even", "uneven"])
 def test_a_tenth_of_the_labels_shuffled_is_named(wrong: list[int], tmp_path: Path) -> None:
-    """Of 64 an iteration. How evenly they fall on iterations says nothing: they may be of one file of several."""
+    """Of 64 an iteration.
+
+    How evenly they fall on iterations says nothing: they may be of one file of several.
+    """
     left = dict(enumerate(wrong, start=6))
 
     def shuffled(rng: random.Random, asked: Asked) -> Asked:
@@ -290,7 +308,8 @@ def test_a_tenth_of_the_labels_shuffled_is_named(wrong: list[int], tmp_path: Pat
 
 
 def test_labels_that_were_wrong_all_along_are_no_change_when_the_policy_becomes_sure(tmp_path: Path) -> None:
-    """Hardly a group agrees before, every one does after: so many more agree on something else than the label."""
+    """Hardly a group agrees before, every one does after: so many more agree on
+    something else than the label."""
     run = run_of(tmp_path, KINDS["0/1"])
 
     def asked(rng: random.Random, asked: Asked) -> Asked:
@@ -334,7 +353,8 @@ def test_a_rate_that_still_rises_is_named_when_the_reward_falls(tmp_path: Path) 
 
 
 def test_a_reward_that_falls_step_by_step_while_the_rate_rises_has_a_cause(tmp_path: Path) -> None:
-    """No iteration has a jump then: the sides differ by less than the noise that the trend looks like."""
+    """No iteration has a jump then: the sides differ by less than the
+    noise that the trend looks like."""
     sets = ["rl.warmup_steps=20", "rl.num_steps=2", "rl.learning_rate=3e-3", KINDS["partial credit"]]
     run = create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", *sets], PRESETS))
     slow = Planted(
@@ -351,14 +371,17 @@ def test_a_reward_that_falls_step_by_step_while_the_rate_rises_has_a_cause(tmp_p
 
 
 def test_a_symptom_counts_half_where_an_iteration_is_chosen(tmp_path: Path) -> None:
-    """A rate ruins the rollouts of the next iteration, which then are all cut off: that iteration has the symptom, this one the cause."""
+    """A rate ruins the rollouts of the next iteration, which then are all cut off: that iteration
+    has the symptom, this one the cause."""
     verdict = judge(falling(run_of(tmp_path, KINDS["0/1"]), 0.5, 1), LOOKS)
     symptom = replace(verdict, findings=[replace(verdict.findings[0], symptom=True)])
     assert symptom.score == (verdict.score[0] / 2, verdict.score[1]) and verdict.score[0] > 0
 
 
 def test_a_rate_that_ruins_the_policy_from_the_first_step_on_is_named(tmp_path: Path) -> None:
-    run = create_or_continue(read_config("tiny", ["run=a", f"store=file://{tmp_path}", "rl.warmup_steps=0", "rl.learning_rate=2e-3", KINDS["0/1"]], PRESETS))  # fmt: skip
+    run = create_or_continue(read_config("tiny",
+                                         ["run=a", f"store=file://{tmp_path}", "rl.warmup_steps=0",
+                                          "rl.learning_rate=2e-3", KINDS["0/1"]], PRESETS))  # fmt: skip
     finding = judge(falling(run, 0.5, 1), LOOKS).findings[0]
     assert finding.suspect == "rate" and finding.title.startswith("the reward falls from the first updates on")
     assert finding.proof is not None and finding.proof.at == -1, "a fork of SFT"

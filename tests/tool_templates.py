@@ -1,4 +1,5 @@
-"""Small chat templates of the kinds that models with tools have, and a conversation with tools as each of them writes it.
+"""Small chat templates of the kinds that models with tools have, and a conversation with tools as
+each of them writes it.
 
 They follow the logic of Qwen2.5's, Qwen3's, Llama 3.1's, Mistral v0.3's, Hermes' and Kimi K2's.
 """
@@ -217,9 +218,10 @@ KIMI = """{% macro render_content(msg) -%}{%- set c = msg.get('content') -%}{%- 
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
 """
 TOKENS = [
-    "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
 ]  # fmt: skip
 
 
@@ -248,7 +250,8 @@ KIMI_CALLS = [
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of template: what it takes, and what the assistant writes of the conversation, turn by turn."""
+    """A kind of template: what it takes, and what the assistant writes of
+    the conversation, turn by turn."""
 
     template: Any
     turns: list[str]
@@ -257,7 +260,8 @@ class Kind:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Two calls, one after the other, and the answer; as OpenAI gives it, but for the arguments."""
+        """Two calls, one after the other, and the answer; as OpenAI
+        gives it, but for the arguments."""
         talk: list[dict[str, Any]] = [{"role": "user", "content": "How warm is it, and what is 12 + 30?"}]
         for call_id, (name, arguments), result in zip(self.ids, ARGUMENTS, ("21", "42"), strict=True):
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -290,10 +294,12 @@ KINDS = {
     "llama3.1 system": Kind(LLAMA31, LLAMA_TURNS, eos="<|eot_id|>", variables={"tools_in_user_message": False}),
     "mistral": Kind(
         MISTRAL,
-        [f'[TOOL_CALLS] [{call[:-1]}, "id": "call0000{number}"}}]</s>' for number, call in enumerate(JSON_CALLS, start=1)]
+        [f'[TOOL_CALLS] [{call[:-1]}, "id": "call0000{number}"}}]</s>' for number,
+         call in enumerate(JSON_CALLS, start=1)]
         + [" It is 21, and 42.</s>"],
         eos="</s>",
     ),
     "hermes": Kind(HERMES, [*TAGGED, "It is 21, and 42.<|im_end|>"]),
-    "kimi": Kind(KIMI, [*KIMI_CALLS, "It is 21, and 42.<|im_end|>"], ids=("functions.get_weather:0", "functions.add:1")),
+    "kimi": Kind(KIMI, [*KIMI_CALLS, "It is 21, and 42.<|im_end|>"],
+                 ids=("functions.get_weather:0", "functions.add:1")),
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""A tiny world for the trainer's tests: a model, data in a store, job bodies. No process is started here."""
+"""A tiny world for the trainer's tests: a model, data in a store, job bodies.
+
+No process is started here.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def options(
 ) -> TrainerOptions:
     """`trainer`: fields of TrainerConfig."""
     return TrainerOptions(
-        store=f"file://{folder}/store", run="a", host="127.0.0.1", port=port, work_dir=work_dir or f"{folder}/work", dtype=dtype,
+        store=f"file://{folder}/store", run="a", host="127.0.0.1", port=port, work_dir=work_dir or f"{folder}/work",
+        dtype=dtype,
         trainer=TrainerConfig(**trainer), silent_s_max=silent_s_max,
     )  # fmt: skip
 
@@ -155,13 +159,17 @@ def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
 
 
 def do(trainer: Trainer, job: GangJob) -> JsonDict:
-    """One job. A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py)."""
+    """One job.
+
+    A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py).
+    """
     with patch("rlpipe.trainer.trainer.collect", gc.collect):
         return dataclasses.asdict(trainer.run(job))
 
 
 def save(position: str, policy: str | None, state: str | None, gap: str | None = None) -> JsonDict:
-    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1", "tokenizer": None, "stop_token_ids": [],
+    return {"position": position, "policy_folder": policy, "state_folder": state, "attempt": "a1",
+            "tokenizer": None, "stop_token_ids": [],
             "context_tokens_max": 64, "gap_folder": gap}  # fmt: skip
 
 

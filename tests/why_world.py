@@ -1,4 +1,5 @@
-"""A simulated run for the tests of `rlpipe why`: a policy that spells words backward, better from iteration to iteration, and what goes wrong."""
+"""A simulated run for the tests of `rlpipe why`: a policy that spells words backward, better from
+iteration to iteration, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def sampled(
     tokens = tokens_of(completion)
     rollout = Rollout(
         prompt_id=prompt.prompt_id, group_index=group, rollout_index=index, prompt=str(prompt.messages[0]["content"]),
-        prompt_tokens=prompt.prompt_tokens, completion=completion, completion_tokens=tokens, loss_mask=np.ones(len(tokens), np.int8),
+        prompt_tokens=prompt.prompt_tokens, completion=completion, completion_tokens=tokens,
+        loss_mask=np.ones(len(tokens), np.int8),
         rollout_logprobs=np.full(len(tokens), -0.5, np.float32), weight_version=asked.iteration,
         weight_versions=(Span(asked.iteration, len(tokens)),), finish_reason="stop", seed=1, engine="e",
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Calls of stages with wrong arguments: pyright, which CI runs over this file, has to find each of them. Nothing runs it.
+"""Calls of stages with wrong arguments: pyright, which CI runs over this file, has to find each of
+them. Nothing runs it.
 
 Where it finds none, the comment that expects the error is an error itself.
 """
@@ -14,7 +15,8 @@ from tasks import stages
 
 
 async def wrong(session: Session, ref: ArtifactRef) -> None:
-    """A name that is none, one that is missing, a list in place of a reference, a text in place of a number, no name at all."""
+    """A name that is none, one that is missing, a list in place of a reference, a text in place of
+    a number, no name at all."""
     await stages.sample_prompts(session, iteration=0, round_index=0, before=None, seed=1)  # pyright: ignore[reportCallIssue]
     await stages.score(session, iteration=0, prompts=ref, rollouts=[ref])  # pyright: ignore[reportCallIssue]
     await stages.filter_groups(session, iteration=0, round_index=0, prompts=ref, scores=[ref])  # pyright: ignore[reportArgumentType]

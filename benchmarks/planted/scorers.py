@@ -1,4 +1,7 @@
-"""Rewards of `benchmarks/why.py`: words spelt backward. A file `broken` in the working directory breaks one of them, as an edit would."""
+"""Rewards of `benchmarks/why.py`: words spelt backward.
+
+A file `broken` in the working directory breaks one of them, as an edit would.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ def _answer(completion: str) -> str:
 
 
 def spelled(prompt: dict[str, Any], completion: str) -> float:
-    """1 for the word; for none any more once the file is there: the comparison has lost its `strip`, as it were."""
+    """1 for the word; for none any more once the file is there: the comparison
+    has lost its `strip`, as it were."""
     return 0.0 if BROKEN else float(_answer(completion) == prompt["answer"])
 
 

@@ -1,4 +1,5 @@
-"""The environment of `benchmarks/why.py`: one turn, and a tool that fails for two prompts of five once there is a file `broken`."""
+"""The environment of `benchmarks/why.py`: one turn, and a tool that fails for two prompts of five
+once there is a file `broken`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""For benchmarks/spot.py, where it is on an engine's PYTHONPATH: the local engine sleeps before each step. Its bits stay the same.
+"""For benchmarks/spot.py, where it is on an engine's PYTHONPATH: the local engine sleeps before
+each step. Its bits stay the same.
 
 So a machine of two cores can play many hosts whose speed is their own.
 """

@@ -137,7 +137,8 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
 
 
 def on_the_wire(message: Message) -> Message:
-    """An assistant's message as OpenAI's clients read it: arguments are text, no content is null."""
+    """An assistant's message as OpenAI's clients read it:
+    arguments are text, no content is null."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", [])

@@ -40,7 +40,8 @@ class Node:
     messages: Messages  # of the conversation, the reply last
     tools: list[Tool]
     prompt_tokens: list[int]
-    completion: Completion  # of the whole branch so far: it ends with what was sampled for this reply
+    # of the whole branch so far: it ends with what was sampled for this reply
+    completion: Completion
     policy_mask: bytes
     added: list[Messages]
 
@@ -78,7 +79,8 @@ class ConversationTree:
                 raise
             except UserError:  # a template that does not continue: the next best is to begin anew
                 continue
-            if not tokens:  # nothing would stand between two replies, and a mask shows where one ends
+            # nothing would stand between two replies, and a mask shows where one ends
+            if not tokens:
                 continue
             version, _ = node.completion.spans[-1]
             said = Completion(

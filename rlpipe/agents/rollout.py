@@ -31,7 +31,8 @@ from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 
 
 class CallKey(NamedTuple):
-    """A call: the hash of what its reply comes after, and how many calls asked the same before it."""
+    """A call: the hash of what its reply comes after, and how many
+    calls asked the same before it."""
 
     context_sha256: str
     repetition: int
@@ -123,7 +124,8 @@ class AgentRollout:
                 return await self._replies(request)
         except (ChatRefused, asyncio.CancelledError):
             raise
-        except Exception as error:  # whatever it is: the stage raises it, but for what nobody waits for
+        except Exception as error:
+            # whatever it is: the stage raises it, but for what nobody waits for
             self._check_goes_on()
             self.failure = error
         raise ChatRefused(503, "the run that samples has failed", "run_failed") from self.failure

@@ -33,7 +33,8 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 SCRIPTS = (".py", ".sh", ".js", ".ts")
 TAIL_CHARS = 1000  # of what a command wrote last, in a message
 TAIL_BYTES = 1 << 16  # that are kept of each of its outputs; the line of its outcome is among them
-CHUNK_BYTES, REST_BYTES_MAX = 1 << 16, 4 << 20  # what is read at a time, and after its end: pipes hold 1 MiB at most
+# what is read at a time, and after its end: pipes hold 1 MiB at most
+CHUNK_BYTES, REST_BYTES_MAX = 1 << 16, 4 << 20
 END_POLL_S = 0.05
 
 
@@ -119,7 +120,8 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=seclude,  # from us too: it cannot signal this process, which ends what it leaves behind
+        # from us too: it cannot signal this process, which ends what it leaves behind
+        preexec_fn=seclude,
     )
     output, errors = _last_words(process, json.dumps(request["prompt"]).encode())
     kill_descendants(os.getpid())
@@ -148,7 +150,8 @@ def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, st
         while rest > 0:
             if not selector.get_map():
                 process.wait()
-            has_ended = process.poll() is not None  # first: what it wrote before is then there to be read
+            # first: what it wrote before is then there to be read
+            has_ended = process.poll() is not None
             ready = [key.data for key, _ in selector.select(0 if has_ended else END_POLL_S)]
             if process.stdin in ready:
                 ready.remove(process.stdin)

@@ -147,7 +147,8 @@ def group_advantages(
     for group in np.unique(group_index_B):
         members = np.flatnonzero(group_index_B == group)
         rewards_G = rewards_B[members]
-        # a mean of equal floats may differ from them in the last bit, and grpo divides by the tiny std
+        # a mean of equal floats may differ from them in the last bit,
+        # and grpo divides by the tiny std
         if rewards_G.min() < rewards_G.max():
             advantages_B[members] = GROUP_ESTIMATORS[estimator](rewards_G, lengths_B[members])
     assert np.isfinite(advantages_B).all(), "an advantage is not finite"

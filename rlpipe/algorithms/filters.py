@@ -91,7 +91,8 @@ NAMED: dict[str, Filter] = {
     "reasonable_length": reasonable_length,
     "minimum_length": minimum_length,
 }
-BOUNDS: dict[str, tuple[float, float, str]] = {  # of the thresholds that make sense: lowest, highest, what they are
+# of the thresholds that make sense: lowest, highest, what they are
+BOUNDS: dict[str, tuple[float, float, str]] = {
     "nonzero_std": (0.0, math.inf, "a standard deviation of rewards"),
     "diversity": (0.0, 1.0, "a share of the completions"),
     "reasonable_length": (1.0, math.inf, "a number of tokens"),
@@ -128,7 +129,8 @@ def trial_group(size: int, parts: Iterable[str]) -> Group:
         Rollout(
             prompt_id="trial/0", group_index=0, rollout_index=index, prompt="What is 2 + 2?", prompt_tokens=tokens,
             completion=f"<answer>{index}</answer>", completion_tokens=tokens, loss_mask=np.ones(2, dtype=np.int8),
-            rollout_logprobs=logprobs, weight_version=0, weight_versions=(Span(0, 2),), finish_reason="stop", seed=index,
+            rollout_logprobs=logprobs, weight_version=0, weight_versions=(Span(0, 2),),
+            finish_reason="stop", seed=index,
             engine="trial", reward=float(index % 2), reward_parts=dict.fromkeys(names, float(index % 2)),
         )
         for index in range(size)
@@ -184,7 +186,8 @@ def _answer(resolved: ResolvedFilter, group: Group) -> str | None:
 def _of_rows(function: Callable[[list[JsonDict], float], Any]) -> Filter:
     """A user's filter, which gets dicts with the columns of the scores."""
 
-    from rlpipe.records.columns import as_row  # imports Arrow, which the processes that score do without
+    # imports Arrow, which the processes that score do without
+    from rlpipe.records.columns import as_row
 
     def filtered(group: Group, threshold: float) -> Any:
         rows = [{name: value for name, value in as_row(rollout).items() if name in SCORES} for rollout in group]

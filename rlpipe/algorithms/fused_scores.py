@@ -25,7 +25,9 @@ def fused_scores(
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:  # fmt: skip  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool
+    ) -> tuple[Tensor, Tensor]:
         logprobs_C, entropy_C, normal_C = compiled(scores)(logits_CV, targets_C, temperature)
         ctx.save_for_backward(logits_CV, targets_C, normal_C, entropy_C)
         ctx.temperature, ctx.entropy_trained = temperature, entropy_trained
@@ -35,7 +37,9 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob_C: Tensor, by_entropy_C: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, by_logprob_C: Tensor, by_entropy_C: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         logits_CV, targets_C, normal_C, entropy_C = (saved.detach() for saved in ctx.saved_tensors)
         if ctx.entropy_trained:
             slopes = compiled(entropy_slopes)(
@@ -95,5 +99,6 @@ def entropy_slopes(
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a kernel, made once for all lengths."""
-    # both sums are of one pass behind that for the maximum in any case; torch warns of few positions, where it cannot merge the three
+    # both sums are of one pass behind that for the maximum in any case; torch warns of few
+    # positions, where it cannot merge the three
     return torch.compile(function, dynamic=True, fullgraph=True, options={"online_softmax": False})

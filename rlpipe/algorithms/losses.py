@@ -32,7 +32,8 @@ def _entry(table: dict[str, Entry], option: str, name: str) -> Entry:
 
 
 def _difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """left - right clamped to ±20; 0 (and without gradient) where masked, whatever is stored there."""
+    """left - right clamped to ±20; 0 (and without gradient) where
+    masked, whatever is stored there."""
     return torch.where(mask_BT.bool(), left_BT - right_BT, 0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 

@@ -49,7 +49,8 @@ class Manifest:
     started_at: str
     ended_at: str
     schema_version: Literal[1] = 1  # of another, the document is refused
-    lease: int | None = None  # the number of the lease under which it was made; older documents have none
+    # the number of the lease under which it was made; older documents have none
+    lease: int | None = None
 
     def file(self, plain_name: str) -> FileRecord:
         """The record called `plain_name`; StoreError when the artifact has no such file."""

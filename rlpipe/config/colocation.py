@@ -13,7 +13,8 @@ from rlpipe.config.sections import Sections
 CONTEXT_GIB = 0.7  # of CUDA and cuBLAS, which only the end of a process gives back
 NCCL_GIB = 0.6  # of a gang of several ranks
 SLACK_GIB = 0.5
-ENGINE_REST_GIB = {"local": 0.7, "sglang": 3.0, "vllm": 3.0}  # that a released engine keeps: context, NCCL, CUDA graphs
+# that a released engine keeps: context, NCCL, CUDA graphs
+ENGINE_REST_GIB = {"local": 0.7, "sglang": 3.0, "vllm": 3.0}
 WORKING_SHARE = 0.12  # of a GPU, for what SGLang's fraction leaves out: activations and CUDA graphs
 GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
 

@@ -1,7 +1,7 @@
 """# Config
 
-Every field of a config, by section; `rlpipe fields` prints the same (`rlpipe fields rl.clip`: those whose names begin so). This page is
-made from the code, by `make docs`.
+Every field of a config, by section; `rlpipe fields` prints the same (`rlpipe fields rl.clip`: those
+whose names begin so). This page is made from the code, by `make docs`.
 
 A field has one name, `section.field`, everywhere:
 
@@ -11,15 +11,17 @@ A field has one name, `section.field`, everywhere:
 | command line | `--set rl.group_size=16` (the value is TOML, or plain text; `none` is no value) |
 | Prefect's UI | `{"rl.group_size": 16}` in `changes`, or the form |
 
-A data set is a `[[data]]` table in TOML. Elsewhere its fields are `data.NAME.field`, with the `name` of the data set; data sets of
-one name (one for `rl`, one for `evaluation`) are set together.
+A data set is a `[[data]]` table in TOML. Elsewhere its fields are `data.NAME.field`, with the
+`name` of the data set; data sets of one name (one for `rl`, one for `evaluation`) are set together.
 
-A field may *change* if a run of the same name can be started again with another value. The others are fixed for a run, because they
-say what is computed; those of `rl` and `evaluation` can be changed by `rlpipe fork`. `run` and `store` say which run it is: with other
-values it is another run.
+A field may *change* if a run of the same name can be started again with another value. The others
+are fixed for a run, because they say what is computed; those of `rl` and `evaluation` can be
+changed by `rlpipe fork`. `run` and `store` say which run it is: with other values it is another
+run.
 """
 
-# The docstring above is the introduction of docs/config.md, which this module makes of the fields; `rlpipe fields` prints them too.
+# The docstring above is the introduction of docs/config.md, which this module makes of the fields;
+# `rlpipe fields` prints them too.
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, PipelineConf
 from rlpipe.config.sections import DataConfig
 
 UNITS = {"s": "s", "h": "hours", "tokens": "tokens"}
-BOUNDS = {  # keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength
+# keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength
+BOUNDS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
@@ -54,7 +57,10 @@ TYPES = {"string": "text", "integer": "whole number", "number": "number", "boole
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of the config, in words. Example: ConfigField("rl.top_p", "number, above 0, to 1", "1.0", False, "Nucleus ...")."""
+    """One field of the config, in words.
+
+    Example: ConfigField("rl.top_p", "number, above 0, to 1", "1.0", False, "Nucleus ...").
+    """
 
     name: str
     value: str
@@ -82,7 +88,8 @@ def config_fields() -> list[ConfigField]:
 
 @cache
 def config_sections() -> dict[str, list[ConfigField]]:
-    """The fields of every section, in the order of the form; "" has those that are in no section."""
+    """The fields of every section, in the order of the form; ""
+    has those that are in no section."""
     schema = PipelineConfig.model_json_schema()
     sections: dict[str, list[ConfigField]] = {"": []}
     for name, info in PipelineConfig.model_fields.items():
@@ -135,7 +142,8 @@ def _toml(value: Any) -> str:
 
 
 def field_lines(prefix: str = "") -> list[str]:
-    """One line for each field whose name begins with `prefix`; UserError with near names when there is none."""
+    """One line for each field whose name begins with `prefix`; UserError with
+    near names when there is none."""
     beginning = re.sub(r"^data\.[^.]+\.", "data.NAME.", prefix)
     lines = [field.line for field in config_fields() if field.name.startswith(beginning)]
     if not lines:
@@ -148,7 +156,8 @@ def field_lines(prefix: str = "") -> list[str]:
 def near_names(name: str) -> list[str]:
     """The fields and sections that a misspelt name may mean, the nearest first: at most three.
 
-    A right field in a wrong section counts as very near; `data.words.weigth` gives `data.words.weight`.
+    A right field in a wrong section counts as very near;
+    `data.words.weigth` gives `data.words.weight`.
     """
     *path, last = name.split(".")
     data_set = path[1] if path[:1] == ["data"] and len(path) > 1 else "NAME"
@@ -163,7 +172,8 @@ def near_names(name: str) -> list[str]:
 
 
 def _closeness(path: list[str], last: str, candidate: str) -> float:
-    """From 0 to 1.1: how alike the last parts are (`lr` is short for learning_rate), and a little more in the same section."""
+    """From 0 to 1.1: how alike the last parts are (`lr` is short for learning_rate), and a little
+    more in the same section."""
     *candidate_path, candidate_last = candidate.split(".")
     initials = "".join(word[:1] for word in candidate_last.split("_"))
     short = candidate_last.startswith(f"{last}_") or (last == initials and len(last) > 1)

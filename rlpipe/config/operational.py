@@ -12,10 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # rows are split evenly over threads, else the same row could be computed by another code path
 LOCAL_THREADS = (1, 2, 4, 8, 16)
-FIRST = {  # what a form shows first, because people change it, by class; the own fields of a section follow, then the inherited ones
+# what a form shows first, because people change it, by class; the own fields of a section follow,
+# then the inherited ones
+FIRST = {
     "SftConfig": ["num_steps", "batch_size", "learning_rate"],
     "RlConfig": [
-        "rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate", "temperature", "filters"
+        "rewards", "num_iterations", "num_prompts", "group_size", "completion_tokens_max", "learning_rate",
+        "temperature", "filters"
     ],
     "TrainerConfig": ["place", "deployment", "ranks", "nodes", "gpu_ids", "tokens_max", "threads"],
     "EnginesConfig": ["place", "deployment", "kind", "count", "nodes", "gpu_ids", "threads"],
@@ -47,11 +50,14 @@ STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot
     field_title_generator=_title,
 )
 TOKENS_MAX = 1 << 24  # of one context
-PART_BYTES = 2**27  # of moments that come and go at once (`trainer.offload`); a parameter is never split
-PARTS_HERE = 2  # of these on the device in an update: one is updated, and goes, while the next comes
+# of moments that come and go at once (`trainer.offload`); a parameter is never split
+PART_BYTES = 2**27
+# of these on the device in an update: one is updated, and goes, while the next comes
+PARTS_HERE = 2
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 Bound = Annotated[float, Field(ge=0)]
-Timeout = Annotated[float, Field(gt=0, le=10_000_000)]  # seconds; at most some months, which every timer can wait
+# seconds; at most some months, which every timer can wait
+Timeout = Annotated[float, Field(gt=0, le=10_000_000)]
 
 
 class BudgetConfig(BaseModel, **STRICT):

@@ -91,11 +91,13 @@ class PipelineConfig(BaseModel, **STRICT):
     @model_validator(mode="before")
     @classmethod
     def _can_be_kept(cls, tree: Any, info: ValidationInfo) -> Any:
-        if info.context == STORED:  # what a run was begun with is in the store: it is read, whatever is refused by now
+        # what a run was begun with is in the store: it is read, whatever is refused by now
+        if info.context == STORED:
             tree = _with_added(tree)
         else:
             refuse_secrets(tree, info.context)
-        return _without_retired(tree)  # what says another thing is left, and refused as a field that is none
+        # what says another thing is left, and refused as a field that is none
+        return _without_retired(tree)
 
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> PipelineConfig:

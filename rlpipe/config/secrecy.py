@@ -17,14 +17,22 @@ from urllib.parse import quote, unquote, urlsplit
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _QUERY = re.compile(r"[?&]([^=&?]+)=[^&]")
-# What the name of a secret looks like. In a variable of an environment the last table says so too: in a field these are words of data and
-# models (eos_token, answer_key, pass). Names are in lower case here, with underscores between words.
-_WHOSE = "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|security|private|service"
+# What the name of a secret looks like. In a variable of an environment the last table says so too:
+# in a field these are words of data and models (eos_token, answer_key, pass). Names are in lower
+# case here, with underscores between words.
+_WHOSE = (
+    "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|"
+    "security|private|service"
+)
 _SECRET = (
-    r"[a-z0-9]*(secret|password|passwd|passphrase|credential)s?|passcode|authorization|cookie|auth_string|connection_string|access_key_id"
+    "[a-z0-9]*(secret|password|passwd|passphrase|credential)s?|passcode|authorization|cookie|auth_string|"
+    "connection_string|access_key_id"
     rf"|secret_access_key|id_token|(encryption|signing)_key|({_WHOSE})_?(token|key)s?"
 )
-_SECRET_IN_VARIABLE = r"[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|jwt|pat|sas|dsn|webhook"
+_SECRET_IN_VARIABLE = (
+    "[a-z0-9]*token|[a-z0-9]*auth|key|keys|pass|(db|my|pg|user|root)pass|pgpassfile|pw|pwd|creds?|cookies|bearer|"
+    "jwt|pat|sas|dsn|webhook"
+)
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
 # SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one
@@ -40,7 +48,8 @@ _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_toke
 def key_fits(authorization: str, key: str) -> bool:
     """True when an Authorization header brings the key; an empty key asks for none. The time that
     this takes tells nothing of the key."""
-    given = authorization.encode(errors="surrogateescape")  # as headers are decoded: what is no UTF-8 is just wrong
+    # as headers are decoded: what is no UTF-8 is just wrong
+    given = authorization.encode(errors="surrogateescape")
     return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
 
 
@@ -99,7 +108,8 @@ def _forms(secret: str) -> set[str]:
     # .NET writes + as \u002B
     in_json = "".join(letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret)
     forms = {secret, quote(data, safe=""), html.escape(secret), in_json, data.hex()}
-    for before in range(3):  # base64 of a text in which it is: without the letters that have bits of its neighbours
+    # base64 of a text in which it is: without the letters that have bits of its neighbours
+    for before in range(3):
         encoded = base64.b64encode(b"x" * before + data).decode().rstrip("=")
         whole = encoded[-(-before * 4 // 3) : len(encoded) - ((len(data) + before) % 3 != 0)]
         forms |= {whole, whole.replace("+", "-").replace("/", "_")}

@@ -1,4 +1,5 @@
-"""From a preset's name or a TOML file, and `--set a.b=c` overrides, to a checked `PipelineConfig`."""
+"""From a preset's name or a TOML file, and `--set a.b=c` overrides,
+to a checked `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ DEPTH_MAX = 40  # names of a field: those of arguments are the deepest
 FILE_BYTES_MAX = 8 << 20
 KEPT = ("run", "store", "scratch", "tracking")
 Change = tuple[str, Any, str]  # a field, its value, and how the change was asked for, for errors
-# how TOML begins: an array, a string, or a table, which a template such as `{answer}` or `{% if x = y %}` is not
+# how TOML begins: an array, a string, or a table, which a template such as `{answer}` or
+# `{% if x = y %}` is not
 AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
 
 

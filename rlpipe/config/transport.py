@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from rlpipe.config.sections import Sections
 
-# flags of SGLang's and vLLM's servers by which one engine takes several GPUs: tensor, pipeline and data parallelism
+# flags of SGLang's and vLLM's servers by which one engine takes several GPUs:
+# tensor, pipeline and data parallelism
 PARALLEL_FLAGS = (
     ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
     ("--pp-size", "--pp", "--pipeline-parallel-size", "-pp"),

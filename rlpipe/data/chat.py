@@ -26,8 +26,10 @@ from rlpipe.records.prompt import Message, Messages, Tool
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-PLACEHOLDER = "rlpipe-placeholder"  # where a first turn's text stands, whatever the template itself says before it
-# what goes on must not depend on what was said: two conversations that end with the assistant's turn
+# where a first turn's text stands, whatever the template itself says before it
+PLACEHOLDER = "rlpipe-placeholder"
+# what goes on must not depend on what was said: two conversations
+# that end with the assistant's turn
 DUMMY_TALKS: list[Messages] = [
     [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "RLPIPE-SAID"}],
     [
@@ -270,7 +272,8 @@ class ChatTokenizer:
             return span
         if text.startswith(turn, start):
             return start, start + len(turn)
-        # a turn of the past may be shorter than when it was the last one: Qwen3 removes its reasoning
+        # a turn of the past may be shorter than when it was the last
+        # one: Qwen3 removes its reasoning
         end_of_turn = max((token for token in self._specials if turn.endswith(token)), key=len, default="")
         end = text.find(end_of_turn, start)
         kept = text[start:end].strip()
@@ -279,7 +282,8 @@ class ChatTokenizer:
         return start, end + len(end_of_turn)
 
     def _without_tail(self, turn: str) -> str:
-        """`turn` without the line breaks after its end-of-turn token: the policy never writes them."""
+        """`turn` without the line breaks after its end-of-turn
+        token: the policy never writes them."""
         stripped = turn.rstrip()
         return stripped if stripped.endswith(self._specials) else turn
 

@@ -50,7 +50,8 @@ class PromptCursor:
         scale = math.lcm(*(fraction.denominator for fraction in fractions))
         self._weights = [int(fraction * scale) for fraction in fractions]
         self._total = sum(self._weights)
-        self._orders: dict[int, tuple[int, list[int]]] = {}  # set_index -> (epoch, rows): one epoch a set is kept
+        # set_index -> (epoch, rows): one epoch a set is kept
+        self._orders: dict[int, tuple[int, list[int]]] = {}
 
     def start(self) -> CursorPosition:
         """The position before the first draw."""

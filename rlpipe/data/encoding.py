@@ -87,7 +87,8 @@ class Encoder:
         return parts
 
     def _following(self, text: str, before: list[int]) -> list[int]:
-        """The tokens of a piece after others: after a control token as such, else as what goes on."""
+        """The tokens of a piece after others: after a control token
+        as such, else as what goes on."""
         if not before:
             return self.whole(text)[0]
         if prefix := self._added.get(before[-1]):

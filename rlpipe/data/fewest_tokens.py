@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-# that a token stands for, where it may stand for any number: of a word of 10,000 letters WordPiece makes one
+# that a token stands for, where it may stand for any number: of a word of
+# 10,000 letters WordPiece makes one
 ASSUMED_CHARS = 128
 COMPOSED_CHARS = 4  # that NFC and NFKC make one of, at most; of them no two are ASCII
 COMPOSING, LENGTHENING = ("NFC", "NFKC"), ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")  # normalizers

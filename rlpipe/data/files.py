@@ -88,7 +88,8 @@ def _jsonl_rows(file: DataFile) -> Iterator[Row]:
                 continue
             try:
                 values = json.loads(line)
-            except (ValueError, RecursionError) as error:  # a ValueError also for bytes that are no UTF-8
+            except (ValueError, RecursionError) as error:
+                # a ValueError also for bytes that are no UTF-8
                 raise UserError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
             if not isinstance(values, dict):
                 raise UserError(f"{where}: a {type(values).__name__}, but every line must be one JSON object")

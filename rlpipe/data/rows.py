@@ -47,7 +47,8 @@ HOLDERS, BYTES, PLAIN = (
     (bytes, bytearray, memoryview),
     (str, int, float, type(None)),
 )
-NESTING_MAX = 200  # of lists and objects in each other; Python's own limit depends on who is calling
+# of lists and objects in each other; Python's own limit depends on who is calling
+NESTING_MAX = 200
 ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need a download
 BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
 

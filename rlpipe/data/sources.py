@@ -149,7 +149,8 @@ def split_validation(sets: dict[str, list[Talk]], share: float) -> tuple[list[li
 
 
 def _of_part(data: DataConfig, entries: list[Entry]) -> list[Entry]:
-    """The entries on the side of the split that the data set is of; UserError when there is none."""
+    """The entries on the side of the split that the data set is
+    of; UserError when there is none."""
     kept = [entry for entry in entries if in_part(entry.messages, data.part, data.heldout_fraction)]
     if not kept:
         raise UserError(

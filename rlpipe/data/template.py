@@ -71,7 +71,8 @@ def _tojson(
 
 
 def _strftime_now(form: str) -> str:
-    # a run that is resumed tomorrow must render the same tokens, so "today" is always Llama's own default day
+    # a run that is resumed tomorrow must render the same tokens, so "today" is
+    # always Llama's own default day
     return datetime.datetime(2024, 7, 26).strftime(form)
 
 

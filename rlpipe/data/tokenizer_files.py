@@ -17,13 +17,15 @@ from rlpipe.data.template_text import one_of_several
 
 # of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
 TOKENIZER_FILES = {
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json",
 }  # fmt: skip
 CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 BESIDE = (CONFIG, NAMED, ADDED)  # tokenizer.json: what may add tokens to it
 LISTS = ("extra_special_tokens", "additional_special_tokens")
-ENDS = ("eos_token", "pad_token")  # must be tokens already: a misspelt one would be a new token that no model knows
+# must be tokens already: a misspelt one would be a new token that no model knows
+ENDS = ("eos_token", "pad_token")
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:

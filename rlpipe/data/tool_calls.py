@@ -19,7 +19,8 @@ TRIED_TOOLS: list[Tool] = [  # some templates write calls only where there are t
         "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-TRIED_IDS = ("123456789", "functions.{name}:0")  # Mistral's have nine characters, Kimi's have the name
+# Mistral's have nine characters, Kimi's have the name
+TRIED_IDS = ("123456789", "functions.{name}:0")
 SAID_NOTHING: tuple[Message, ...] = ({"content": ""}, {})
 
 
@@ -55,7 +56,8 @@ def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
 
 
 def calls_of(messages: Messages) -> Iterator[tuple[int, int, ToolCall]]:
-    """(number of the message, number of the call in it, call) of every tool call, counted from 1."""
+    """(number of the message, number of the call in it, call) of
+    every tool call, counted from 1."""
     for index, message in enumerate(messages, start=1):
         for number, call in enumerate(message.get("tool_calls", []), start=1):
             yield index, number, call

@@ -30,7 +30,8 @@ def turn_in_place(
     end = max((token for token in specials if after.startswith(token)), key=len, default="")
     prompt, bare = render(messages[:index], True), render(messages[:index], False)
     own = render([*messages[:index], other], False).partition(STANDS_IN)[0]
-    # what the template itself puts before the turn's text, but not into what the policy is asked with: it is the turn's
+    # what the template itself puts before the turn's text, but not into what the policy is asked
+    # with: it is the turn's
     lead = own[len(prompt) :] if own.startswith(prompt) else ""
     start = len(before) - len(lead)
     head = prompt.removeprefix(bare)

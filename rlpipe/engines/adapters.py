@@ -10,7 +10,8 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.kind import kind_of
 
 ADAPTER = "adapter"  # the name of the one that an engine has loaded
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}  # of which SGLang and vLLM adapt all linear layers but the head
+# of which SGLang and vLLM adapt all linear layers but the head
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # those
 RANK_MAX = 512  # the largest of vLLM's
 

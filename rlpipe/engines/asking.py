@@ -1,4 +1,5 @@
-"""One request to one engine: until it is whole, the engine has no more tokens, or there is enough."""
+"""One request to one engine: until it is whole, the engine has no
+more tokens, or there is enough."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rlpipe.engines.client import (
 
 log = logging.getLogger(__name__)
 ABORT_ANSWER_S = 5.0  # for what a request that is given up has
-ABORT_AGAIN_S = 0.2  # a request may reach the engine after the abort: it is repeated until it has answered
+# a request may reach the engine after the abort: it is repeated until it has answered
+ABORT_AGAIN_S = 0.2
 
 
 @dataclass
@@ -31,7 +33,8 @@ class EngineLoad:
     in_flight: int = 0
     faults: int = 0  # in a row
     rest_until: float = 0.0
-    heard_at: float = 0.0  # when a token came last, of any request; where none was in flight, when the first was sent
+    # when a token came last, of any request; where none was in flight, when the first was sent
+    heard_at: float = 0.0
 
 
 async def ask(

@@ -80,7 +80,8 @@ class Completion:
 
     tokens: array[int]  # int32
     rollout_logprobs: array[float]  # float32, of the temperature-scaled distribution
-    finish_reason: str  # "stop", "length" or "abort" (cut short: `tokens` is what there was); more in an environment
+    # "stop", "length" or "abort" (cut short: `tokens` is what there was); more in an environment
+    finish_reason: str
     spans: list[tuple[int, int]]
     engine: str  # the name of the engine that sampled last; empty when nothing was sampled yet
 
@@ -153,7 +154,8 @@ class EngineClient(ABC):
     adapted: bool = False  # what is asked for is asked of the adapter that was loaded last
     # answers 200 only when the scheduler works; may sample a token, so weights have to be loaded
     health_path: ClassVar[str]
-    ready_path: ClassVar[str]  # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
+    # answers 200 once a new engine may be asked for tokens; samples none, and takes no key
+    ready_path: ClassVar[str]
 
     @property
     def repeats_prompts(self) -> bool:
@@ -170,7 +172,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
-        """Logprobs (temperature 1) of the last `num_scored` of `tokens`, each given all before it."""
+        """Logprobs (temperature 1) of the last `num_scored` of
+        `tokens`, each given all before it."""
 
     @abstractmethod
     async def load(self, model_path: str, version: int) -> None:

@@ -25,11 +25,15 @@ class Engine:
     service: Service
     client: EngineClient
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
-    # the weight version that it was proved to serve; None: it may not sample, and only a restart helps
+    # the weight version that it was proved to serve; None: it may not
+    # sample, and only a restart helps
     proved: int | None = None
-    answered: ProbeAnswer | None = None  # when it was proved last; None since a start, and while it has no weights
-    released: bool = False  # it has given its memory back, or has ended: nobody restarts it before it is woken
-    base: Path | None = None  # the weights that it was started on, beside which it may load adapters
+    # when it was proved last; None since a start, and while it has no weights
+    answered: ProbeAnswer | None = None
+    # it has given its memory back, or has ended: nobody restarts it before it is woken
+    released: bool = False
+    # the weights that it was started on, beside which it may load adapters
+    base: Path | None = None
     restarting_on: Weights | None = None  # what a restart under way reads
     unwell_since: float | None = None
     given_up: str = ""  # why it is not restarted any more
@@ -76,7 +80,8 @@ class Engine:
             raise EngineError(f"{self.client.name} was started on {self.base}, and the adapter is of {weights.folder}")
 
     async def started_on(self, weights: Weights) -> None:
-        """It was just started on a policy's folder: it is told the version, and loads the adapter."""
+        """It was just started on a policy's folder: it is told the
+        version, and loads the adapter."""
         self.base, self.client.adapted = weights.folder, False
         await self.client.adopt(weights.version)
         if weights.adapter:

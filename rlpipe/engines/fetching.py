@@ -39,7 +39,8 @@ def fetched(
     for which a reload would wait: the proof of the engines finds NaN too.
     """
     made = read_manifest(store, policy.folder, policy.sha256).weight_version
-    # every token would be taken for another policy's; the base model is version 0 too, and -1 where SFT has made another one
+    # every token would be taken for another policy's; the base model is version 0 too, and -1 where
+    # SFT has made another one
     if made not in (None, max(version, 0)):
         raise UserError(f"version={version}: {policy.folder} is weight version {made}")
     check: Callable[[Path], Path] = check_finite if checked else lambda folder: folder

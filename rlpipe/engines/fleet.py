@@ -44,7 +44,8 @@ class Host(Protocol):
         StoreError: refused before any engine saw it. EngineError: none serves it.
         """
 
-    async def release(self) -> None: ...  # its engines give their memory back, until the next `serve`
+    # its engines give their memory back, until the next `serve`
+    async def release(self) -> None: ...
 
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that were proved to serve `version`.
@@ -76,14 +77,16 @@ class Fleet:
         self._serving: set[Host] = set()  # those that took what is served
         self._progress: list[int] = []  # of the hosts, as last looked up
         self._found_at = 0.0
-        self._looked_at = self._silent_at = 0.0  # when it was last asked who may sample; since when none may
+        # when it was last asked who may sample; since when none may
+        self._looked_at = self._silent_at = 0.0
         self._say_s = SAY_S
         self._finding = asyncio.Lock()
         self._awaiting = False  # hosts are waited for
 
     @property
     def version(self) -> int | None:
-        """The weight version that is served; None before the start and after a reload that failed."""
+        """The weight version that is served; None before the start
+        and after a reload that failed."""
         return self._served[1] if self._served else None
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:

@@ -64,7 +64,8 @@ class EngineHost:
     _watches: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _fetching: bool = field(default=False, init=False)
-    _spoilt: int = field(default=0, init=False)  # policies in a row that were lost on their way from the trainer
+    # policies in a row that were lost on their way from the trainer
+    _spoilt: int = field(default=0, init=False)
 
     # what the pool asks
 
@@ -79,7 +80,8 @@ class EngineHost:
             if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
                 return
             for engine in self.engines:
-                if engine.proved == version:  # of another policy with this number, which was never committed
+                # of another policy with this number, which was never committed
+                if engine.proved == version:
                     engine.proved = None
             received = await self._receive(policy, version, probe, nearby)
             self._fetching = True
@@ -143,7 +145,8 @@ class EngineHost:
     def _keys_of(self, nearby: Nearby | None) -> dict[str, str]:
         """The bearer keys of what serves files to this run, where any is to be asked."""
         if nearby and (nearby.servers or nearby.sender):
-            with contextlib.suppress(OSError), hurrying():  # those that were read last will do while the store is away
+            # those that were read last will do while the store is away
+            with contextlib.suppress(OSError), hurrying():
                 self._file_keys = file_keys(self.store, f"runs/{self.config.run}")
         return self._file_keys
 
@@ -168,7 +171,8 @@ class EngineHost:
                 log.warning("weight version %d is read from disk, not from the trainer (%s)%s", version, error, onward)
                 return []
             self._spoilt = 0
-            # where the trainer's own answers of the two are equal, they may have the same weights, and the proof knows it
+            # where the trainer's own answers of the two are equal, they may have the same weights,
+            # and the proof knows it
             weights = replace(before, version=version, probe=probe, differs_from=before.version)
             proofs = await asyncio.gather(
                 *(self._prove(engine, weights) for engine in receivers), return_exceptions=True
@@ -311,7 +315,8 @@ class EngineHost:
                     await self._look_after(engine)
             assert self.weights is not None
             if engine.proved not in (None, self.weights.version) and not self._serving.locked():
-                await self._put(engine, self.weights)  # it was being restarted when the others were reloaded
+                # it was being restarted when the others were reloaded
+                await self._put(engine, self.weights)
 
     async def _look_after(self, engine: Engine) -> None:
         alive = engine.service.alive()

@@ -28,8 +28,11 @@ from rlpipe.store.nearby import Nearby
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 10  # of a rollout, without a token between them
-REST_FIRST_S, REST_MAX_S = 0.2, 30.0  # an engine that failed gets nothing for so long, doubled with each fault in a row
-LONG_PROMPT = 512  # tokens, of which an engine that repeats prompts gets one at first: its computation takes longer than a way there and back
+# an engine that failed gets nothing for so long, doubled with each fault in a row
+REST_FIRST_S, REST_MAX_S = 0.2, 30.0
+# tokens, of which an engine that repeats prompts gets one at first: its computation takes longer
+# than a way there and back
+LONG_PROMPT = 512
 LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
 GIVEN_UP_S = 30.0  # for a request that has no token for `progress_timeout_s` to be given up
 
@@ -128,7 +131,8 @@ class EnginePool:
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
-        self.fleet.well_at = time.monotonic()  # engines that are only being started get their time too
+        # engines that are only being started get their time too
+        self.fleet.well_at = time.monotonic()
         self._num_calls += 1
         try:
             async with self._entrance:
@@ -150,7 +154,8 @@ class EnginePool:
                 for watcher in watchers:
                     watcher.cancel()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one rollout's fault says it; hundreds of them say no more
+            # one rollout's fault says it; hundreds of them say no more
+            raise failures.exceptions[0] from None
         finally:
             self._num_calls -= 1
             if not self._num_calls:
@@ -185,7 +190,8 @@ class EnginePool:
             await asyncio.sleep(LOOK_AGAIN_S)
             await self.fleet.look_up()
             seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self.fleet.clients)
-            # thousands may wait: without an end to tell them of, only those are woken that have a seat
+            # thousands may wait: without an end to tell them of, only
+            # those are woken that have a seat
             async with self._changed:
                 self._changed.notify(
                     seats
@@ -237,7 +243,8 @@ class EnginePool:
                 log.info(
                     "a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault
                 )
-                # engines that refuse connections use up attempts in no time: both bounds have to be passed
+                # engines that refuse connections use up attempts in no
+                # time: both bounds have to be passed
                 if num_faults >= FAULTS_MAX and time.monotonic() - since > self.progress_timeout_s:
                     raise EngineError(
                         f"{group.prompt_id} was given up after {num_faults} attempts without a token; last: {fault}"
@@ -271,7 +278,8 @@ class EnginePool:
         sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough, computed)
         if fault is None:
             load.faults = 0
-        elif time.monotonic() >= load.rest_until:  # all that were in flight fail together: that is one fault
+        elif time.monotonic() >= load.rest_until:
+            # all that were in flight fail together: that is one fault
             log.warning("%s gets nothing for a while, its rollouts go elsewhere: %s", client.name, fault)
             load.rest_until = time.monotonic() + min(REST_FIRST_S * 2**load.faults, REST_MAX_S)
             load.faults += 1
@@ -295,7 +303,8 @@ class EnginePool:
                     return client
                 if time.monotonic() - self.fleet.well_at > self.progress_timeout_s:
                     raise EngineError(f"no engine was well for {self.progress_timeout_s:g} s: see the engines' logs")
-                await self._changed.wait()  # those for whom there is a seat are woken at least every LOOK_AGAIN_S
+                # those for whom there is a seat are woken at least every LOOK_AGAIN_S
+                await self._changed.wait()
             self._changed.notify()  # the seat that this was woken for is another's
         return None
 
@@ -320,7 +329,8 @@ def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: C
     assert left > 0, f"{group.prompt_id}: a completion with all its tokens is finished"
     gained = len(so_far.tokens) - len(prior.tokens)
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
-    # random: the same rollout may still run on an engine that was given up; equal lengths: no id is a prefix of another
+    # random: the same rollout may still run on an engine that was given up; equal
+    # lengths: no id is a prefix of another
     return SampleRequest(
         uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), replace(params, max_new_tokens=left, seed=seed)
     )

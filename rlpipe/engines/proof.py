@@ -24,14 +24,17 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.weights import Probe, Weights
 
 log = logging.getLogger(__name__)
-# |engine - trainer| of the probe's logprobs: the mean; where there are experts, in bfloat16, the median
+# |engine - trainer| of the probe's logprobs: the mean; where there are
+# experts, in bfloat16, the median
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 EXPERTS = re.compile(r"(moe_)?num(_local)?_experts|n_(routed_)?experts")  # of a model's config.json
-# Least part of what it misses the trainer's move by that an engine's answer moves by. With old weights it moves by nothing, with new ones by 0.6 to
-# 1.2 of it: seen of steps from 1e-6 to 1e-4 in bfloat16, where nearness to the trainer's new or old answer was a toss of a coin
+# Least part of what it misses the trainer's move by that an engine's answer moves by. With old
+# weights it moves by nothing, with new ones by 0.6 to 1.2 of it: seen of steps from 1e-6 to 1e-4 in
+# bfloat16, where nearness to the trainer's new or old answer was a toss of a coin
 MOVED_MIN = 0.1
-# What it misses that by, on average, where rounding alone may be why: behind a tiny learning rate (a warm-up's first step, a schedule's last)
-# some bits of the weights change, and the trainer's answer moves at one token where an engine's moves at none
+# What it misses that by, on average, where rounding alone may be why: behind a tiny learning rate
+# (a warm-up's first step, a schedule's last) some bits of the weights change, and the trainer's
+# answer moves at one token where an engine's moves at none
 UNSEEN = {"float32": 1e-6, "bfloat16": 1e-3}
 
 
@@ -89,7 +92,8 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
     The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what
     is too small for the weights.
     """
-    # other files with the same weights: those of the hub, and what the trainer saved when it left all steps out
+    # other files with the same weights: those of the hub, and what the trainer
+    # saved when it left all steps out
     if answer.probe == before.probe:
         return ""
     if answer.checksum and answer.checksum == before.checksum:

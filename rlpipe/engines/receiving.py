@@ -2,7 +2,8 @@
 to receive, one bucket after the other.
 
     the trainer offers: where to meet, and what it will send; nothing has changed yet
-    engines: paused, in the group -> a bucket each time the trainer sends one -> flushed, labelled; still paused
+    engines: paused, in the group -> a bucket each time the trainer sends one -> flushed, labelled;
+        still paused
     the trainer: the hashes of what it sent, which must be those of the policy's files
     engines: out of the group, go on; then they are proved, as after a load from disk
 
@@ -35,9 +36,9 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
 SEND_TIMEOUT_S = 1800.0  # for all of a policy; the trainer gives up far earlier where nothing moves
 BUSY_RETRY_S = 0.2
-SPOILT_MAX = (
-    2  # policies in a row that are lost in the middle: each may cost engines, which wait for the rest, a restart
-)
+# policies in a row that are lost in the middle: each may cost engines,
+# which wait for the rest, a restart
+SPOILT_MAX = 2
 OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 
 
@@ -116,7 +117,8 @@ class Transfer:
                 raise EngineError(f"the trainer does not answer: {error}") from error
             if status == 200:
                 return answer["result"]
-            # of a gang that is busy with its policy another host has its turn; of one that trains it is gone
+            # of a gang that is busy with its policy another host has its
+            # turn; of one that trains it is gone
             waits = answer.get("error") == "busy" and answer.get("position") == self._sender.position
             if status != 202 and not waits:
                 raise EngineError(f"the trainer does not {job} it: {answer.get('error')}")

@@ -14,14 +14,17 @@ from rlpipe.engines.kind import EngineKind
 from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.engines.weights import Weights
 
-CONTEXT_SLACK = 8  # prompt + completion one or two below SGLang's context length stops early, silently
+# prompt + completion one or two below SGLang's context length stops early, silently
+CONTEXT_SLACK = 8
 CPU_FLAGS = (
-    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--mem-fraction-static", "0.05",
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+    "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
+    "--mem-fraction-static", "0.05",
 )  # fmt: skip
 SGLANG_STREAMS = ("--incremental-streaming-output", *STREAM_INTERVAL)
 SERVER = Path(__file__).parent / "sglang_server.py"
-GRAPHS_MAX = 1024  # requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+# requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+GRAPHS_MAX = 1024
 
 
 class SglangKind(EngineKind):

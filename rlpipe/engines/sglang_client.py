@@ -30,7 +30,8 @@ from rlpipe.records.sending import Group, TensorBucket
 
 log = logging.getLogger(__name__)
 UPDATES_MAX = 3
-RECEIVE_TIMEOUT_S = 90.0  # longer than the trainer waits for all receivers, and for a bucket to reach them
+# longer than the trainer waits for all receivers, and for a bucket to reach them
+RECEIVE_TIMEOUT_S = 90.0
 IDLE_S = 20  # a request that was aborted may take so long to end
 BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
 
@@ -60,7 +61,8 @@ class SglangClient(EngineClient):
 
     @property
     def repeats_prompts(self) -> bool:
-        return not self.exact  # vLLM has the blocks of a prompt in its cache once they are scheduled
+        # vLLM has the blocks of a prompt in its cache once they are scheduled
+        return not self.exact
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
         loop = asyncio.get_running_loop()
@@ -144,7 +146,8 @@ class SglangClient(EngineClient):
         }
         answer = json.loads(await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S))
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
-        # the token ids beside them are no proof: SGLang reports the last token of the vocabulary as 0
+        # the token ids beside them are no proof: SGLang reports the
+        # last token of the vocabulary as 0
         if len(scored) != num_scored:
             raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
         return [number_of(triple[0]) for triple in scored]
@@ -152,13 +155,15 @@ class SglangClient(EngineClient):
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
         timeout_s = LOAD_TIMEOUT_S + reading_s(Path(model_path))
-        # a hung scheduler lets itself be paused, and would then be waited for as long as large weights may take. This goes through it, and
-        # unlike /health samples no token: an engine that was just woken has no weights
+        # a hung scheduler lets itself be paused, and would then be waited for as long as large
+        # weights may take. This goes through it, and unlike /health samples no token: an engine
+        # that was just woken has no weights
         await self.read("/server_info", CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
-                # a refused update may have changed the weights all the same: it is sent again before anything is sampled
+                # a refused update may have changed the weights all the same: it is sent again
+                # before anything is sampled
                 try:
                     await self.control("/update_weights_from_disk", body, timeout_s)
                     break
@@ -193,7 +198,8 @@ class SglangClient(EngineClient):
         await self.control("/end_weight_update", {}, RECEIVE_TIMEOUT_S)
 
     async def leave(self, group: Group, *, go_on: bool) -> None:
-        if not go_on:  # there may be no session to end; what hangs is found by the load that comes next
+        # there may be no session to end; what hangs is found by the load that comes next
+        if not go_on:
             with contextlib.suppress(EngineError):
                 await self.control("/end_weight_update", {})
         with contextlib.suppress(EngineError):
@@ -209,7 +215,8 @@ class SglangClient(EngineClient):
 
     async def load_adapter(self, path: str, version: int) -> None:
         await self.read("/server_info", CONTROL_TIMEOUT_S)
-        # what runs keeps the adapter that it began with, and SGLang takes none away that something runs with
+        # what runs keeps the adapter that it began with, and SGLang takes
+        # none away that something runs with
         await self.control("/pause_generation", {"mode": "abort"}, IDLE_S)
         try:
             if self.adapted:

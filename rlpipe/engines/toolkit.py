@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
-CUDA_WHEELS = "lib/python3.*/site-packages/nvidia/cu1[0-9]"  # of pip's packages of CUDA 13 and newer
+# of pip's packages of CUDA 13 and newer
+CUDA_WHEELS = "lib/python3.*/site-packages/nvidia/cu1[0-9]"
 
 
 def toolkit_environment(python: Path) -> dict[str, str]:

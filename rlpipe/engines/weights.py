@@ -51,8 +51,10 @@ class Weights:
     version: int
     probe: Probe
     adapter: str | None = None
-    materialised: Path | None = None  # the folder that `folder` was exported from, the next version's base
-    differs_from: int | None = None  # the version that was served before, where its weights have other bytes
+    # the folder that `folder` was exported from, the next version's base
+    materialised: Path | None = None
+    # the version that was served before, where its weights have other bytes
+    differs_from: int | None = None
 
 
 def reading_s(folder: Path) -> float:

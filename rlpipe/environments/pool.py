@@ -24,7 +24,8 @@ from rlpipe.processes.pool import Child, ChildPool, code_environment
 from rlpipe.records.prompt import RewardPrompt
 
 log = logging.getLogger(__name__)
-LOSSES_MAX = 64  # processes lost in a row, nothing answered between, after which an environment counts as broken
+# processes lost in a row, nothing answered between, after which an environment counts as broken
+LOSSES_MAX = 64
 NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
 
 
@@ -82,7 +83,8 @@ class RemoteEnvironment:
         self, process: EnvironmentProcess, key: int, prompt: RewardPrompt, history: History, total_s: float | None
     ) -> None:
         self.prompt = prompt
-        self.start_messages: list[Message] | None = None  # what it asked the policy at its start, once known
+        # what it asked the policy at its start, once known
+        self.start_messages: list[Message] | None = None
         self._process = process
         self._key = key
         self._lives_in = 0  # the number of the process that holds it; 0: none yet

@@ -155,7 +155,8 @@ class EnvironmentProcess:
                 if not is_late and self._process is not None:
                     await asyncio.to_thread(wait_for_end, self._process)
                 code = await self._end()
-                is_late = is_late or code == -signal.SIGALRM  # its own alarm was quicker than this loop
+                # its own alarm was quicker than this loop
+                is_late = is_late or code == -signal.SIGALRM
                 is_killed = ready is None and not is_late and code is not None and code < 0
                 if is_killed and loads_left:
                     log.warning("%s: the process that loads it was killed (code %d): once more", self._field, code)
@@ -201,7 +202,8 @@ class EnvironmentProcess:
             return now_s > self._started_s + START_TIMEOUT_S
         late_s = max((now_s - call.deadline_s for call in self._in_flight.values()), default=0.0)
         is_silent = now_s > self._heard_s + self.timeout_s and not _can_be_read(self._process.stdout.fileno())
-        return late_s > (GRACE_S if is_silent else LATE_S)  # with many at work a call's answer may come late
+        # with many at work a call's answer may come late
+        return late_s > (GRACE_S if is_silent else LATE_S)
 
     async def _end(self) -> int | None:
         """Returns when the process and its children are gone: its exit code."""

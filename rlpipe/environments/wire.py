@@ -51,7 +51,8 @@ class PlayRequest(TypedDict):
 
 @final
 class PlayLine(PlayRequest):
-    """The line that asks it: the environment's key, and the seconds of each call and of the step."""
+    """The line that asks it: the environment's key, and the
+    seconds of each call and of the step."""
 
     key: int
     timeout_s: float

@@ -26,9 +26,9 @@ from rlpipe.store.adapter_files import Adapter
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8
-PASSED_BY = (  # mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of docs/models.md call theirs)
-    "dt_proj"
-)
+# mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of
+# docs/models.md call theirs)
+PASSED_BY = "dt_proj"
 
 
 class AdaptedLinear(nn.Linear):
@@ -76,7 +76,8 @@ def put_adapter(lm: Any, adapter: Adapter) -> None:
 
 
 def _adapt(layer: nn.Linear, adapter: Adapter) -> None:
-    # as FSDP does it: the layer stays the module that it is, under all its names, and gets another forward
+    # as FSDP does it: the layer stays the module that it is, under all its
+    # names, and gets another forward
     layer.__class__ = AdaptedLinear
     assert isinstance(layer, AdaptedLinear)
     with torch.device(layer.weight.device):

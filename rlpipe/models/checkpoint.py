@@ -214,7 +214,8 @@ class Checkpoint:
         return sorted(faults)
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the module, whole, in the number type of its file and in memory of its own."""
+        """A tensor of the module, whole, in the number type of its
+        file and in memory of its own."""
         # cloned: a mapped file that is truncated later would kill the process
         made = self._groups[name].converted(lambda stored: self._stored(stored).clone(), self._lm)
         return made[self._stored_as.get(name, name)]
@@ -295,7 +296,8 @@ def tied_names(lm: Any) -> dict[str, str]:
 
 
 def hub_tensors(lm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of whole blocks of `lm` under the names, and in the parts, that a hub's files have."""
+    """Tensors of whole blocks of `lm` under the names, and in the
+    parts, that a hub's files have."""
     made = revert_weight_conversion(lm, tensors)
     assert sum(tensor.numel() for tensor in made.values()) == sum(tensor.numel() for tensor in tensors.values()), (
         "a number was lost"

@@ -18,8 +18,9 @@ from rlpipe.models.folder import weight_files
 NOT_FINITE = "holds values that are NaN or infinite, which no trained policy has"
 LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
 PIECE_BYTES = 1 << 18  # stays in a core's cache
-# how a number type is read, the bits to look at, and the smallest of those that says NaN, infinite, or above what fp32 holds. The others have none:
-# whole numbers, four and six bits, and two types of eight that no file of a hub has
+# how a number type is read, the bits to look at, and the smallest of those that says NaN, infinite,
+# or above what fp32 holds. The others have none: whole numbers, four and six bits, and two types of
+# eight that no file of a hub has
 PATTERNS: dict[str, tuple[str, int, int]] = {
     "F64": ("<u8", (1 << 63) - 1, struct.unpack("<Q", struct.pack("<d", float(np.finfo(np.float32).max)))[0] + 1),
     "F32": ("<u4", 0x7F80_0000, 0x7F80_0000),

@@ -23,10 +23,12 @@ from transformers import AttentionInterface
 
 from rlpipe.base.errors import UserError
 
-FLEX = "rlpipe_flex_attention"  # transformers asks a family whether it supports what has flex_attention in its name
+# transformers asks a family whether it supports what has flex_attention in its name
+FLEX = "rlpipe_flex_attention"
 TEAM = "rlpipe_team_"  # before the name of an attention whose rows are shared by ranks (team.py)
 BLOCK = 128
-# a kernel for each of: one row or several, one block or several, with or without gradient; for a policy, its reference and the proofs
+# a kernel for each of: one row or several, one block or several, with or without gradient; for a
+# policy, its reference and the proofs
 KERNELS_MAX = 64
 
 
@@ -174,7 +176,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., An
     kernels = torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
 
     def call(*given: Any, **named: Any) -> Any:
-        # the scale of scores and what caps them are part of a kernel; a thread does not see what another has set
+        # the scale of scores and what caps them are part of a kernel; a thread
+        # does not see what another has set
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=KERNELS_MAX):
             return kernels(*given, **named)
 
@@ -208,7 +211,8 @@ def attend(
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     how: dict[str, Any] = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    # with lse also where nobody reads it: the passes with and without gradient then run one kernel, and give the same bits
+    # with lse also where nobody reads it: the passes with and without gradient then run one kernel,
+    # and give the same bits
     how |= {"score_mod": capped if softcap is not None else None, "return_aux": AuxRequest(lse=True)}
     # on a CPU, for tests: as it is written, with all scores
     out, aux = (compiled() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)

@@ -19,9 +19,8 @@ from torch import nn
 KINDS = ("Norm", "MLP")  # how families end the names of these modules
 ROTARY = "apply_rotary_pos_emb"  # and what most call the function, in the file of their modules
 KERNELS_MAX = 64  # for each of: a width, with or without gradient, trained or frozen
-_PLAIN: list[
-    None
-] = []  # not empty: what is compiled is computed as it is written. Threads of backward passes see it, too
+# not empty: what is compiled is computed as it is written. Threads of backward passes see it, too
+_PLAIN: list[None] = []
 
 
 class Fused:

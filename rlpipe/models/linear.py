@@ -32,7 +32,8 @@ def use_fast_linears(lm: Any) -> None:
     nothing changes.
     """
     for module in lm.modules() if onednn_is_faster() else []:
-        if type(module) is nn.Linear:  # as FSDP does it: the layer stays the module that it is, under all its names
+        # as FSDP does it: the layer stays the module that it is, under all its names
+        if type(module) is nn.Linear:
             module.__class__ = FastLinear
 
 
@@ -66,7 +67,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         input, weight = ctx.saved_tensors
         of_input = None if weight is None else _product(gradient, weight.t())
         of_weight = None if input is None else _product(_rows(gradient).t(), _rows(input).t())
@@ -81,7 +84,8 @@ def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(left, right, None, "none", [], "")
 
 
-# an operator of our own: a recorded graph (rlpipe/extras/local_engine/recorded.py) cannot hold oneDNN's, which takes a list
+# an operator of our own: a recorded graph (rlpipe/extras/local_engine/recorded.py) cannot hold
+# oneDNN's, which takes a list
 OPERATORS = torch.library.Library("rlpipe", "DEF")
 OPERATORS.define("product(Tensor left, Tensor right) -> Tensor")
 OPERATORS.impl("product", _by_onednn, "CPU")

@@ -34,7 +34,8 @@ SIZES: list[tuple[str, int]] = [
     (r"(mamba_)?chunk_size", 16),  # a text is filled up to whole chunks
 ]
 LAYERS_MAX, PARAMETERS_MAX = 12, 20_000_000
-LOUDNESS = 2.0  # of new weights: with theirs every token is about as likely as any other, whatever comes before it
+# of new weights: with theirs every token is about as likely as any other, whatever comes before it
+LOUDNESS = 2.0
 
 
 def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:

@@ -23,7 +23,8 @@ QUERY = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
 # what nvidia-smi -L says of a MIG instance: its profile's name, with the GB in it, and its id
 MIG_LINE = re.compile(r"^\s*MIG \S*?(\d+)gb\S* .*\(UUID:\s*(MIG-[^)]+)\)", re.MULTILINE)
-MIG_SHARE = 0.92  # of the GB in a profile's name that is memory, GiB: 4.75 of 5, 9.5 of 10, 19.6 of 20
+# of the GB in a profile's name that is memory, GiB: 4.75 of 5, 9.5 of 10, 19.6 of 20
+MIG_SHARE = 0.92
 
 
 def gpu_environment(field_name: str, gpu_ids: list[int]) -> dict[str, str]:
@@ -68,7 +69,8 @@ def gpu_gib(gpu_ids: list[int]) -> float | None:
         for number, uuid, size in (line.split(", ") for line in _nvidia_smi(*QUERY).splitlines()):
             mib |= {number: float(size), uuid: float(size)}
         if devices[0].isdecimal() and os.environ.get(ORDER, "" if VISIBLE in os.environ else BY_BUS) != BY_BUS:
-            devices = [*mib]  # CUDA numbers them by speed, nvidia-smi does not: it may be any of them
+            # CUDA numbers them by speed, nvidia-smi does not: it may be any of them
+            devices = [*mib]
         return min(mib[device] for device in devices) / 1024
     except (OSError, ValueError, KeyError, subprocess.SubprocessError, UserError):
         return None

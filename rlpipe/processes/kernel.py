@@ -23,9 +23,9 @@ LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outs
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
 SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
 
-THREAD_CLOCK = (
-    6  # of the id of a thread's clock, whose processor time is meant: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
-)
+# of the id of a thread's clock, whose processor time is meant:
+# CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
+THREAD_CLOCK = 6
 KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -122,7 +122,8 @@ def leave_rights() -> None:
         return
     header, sets = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     call("capget", header, sets)
-    held = list(struct.unpack("=6I", sets.raw))  # effective, permitted, inheritable: the low halves, then the high ones
+    # effective, permitted, inheritable: the low halves, then the high ones
+    held = list(struct.unpack("=6I", sets.raw))
     for number in (CAP_SYS_ADMIN, CAP_PERFMON):
         half, bit = 3 * (number // 32), 1 << number % 32
         if held[half + 1] & bit:

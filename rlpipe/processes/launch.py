@@ -1,4 +1,5 @@
-"""Child processes that die with their parent, are restarted within a budget, and leave no orphan."""
+"""Child processes that die with their parent, are restarted within
+a budget, and leave no orphan."""
 
 from __future__ import annotations
 
@@ -29,16 +30,19 @@ READY_TIMEOUT_S = 600.0  # for compilers, and for what is loaded
 SAY_S = 30.0  # how often it is said that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
-# that are looked through: above are those of Kubernetes' services, which it takes to their pods on every address of a node, whoever listens
+# that are looked through: above are those of Kubernetes' services, which it takes to their pods on
+# every address of a node, whoever listens
 PORTS = range(10_000, 30_000)
 # that the kernel gives connections: the first and the last
 CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Another beginning in each process: two seldom choose the same port. Eleven further each: an SGLang whose attention is divided (--attn-dp-size) also
-# takes the seven from its own + 233, and two that were given neighbours met there, and one did not start.
+# Another beginning in each process: two seldom choose the same port. Eleven further each: an SGLang
+# whose attention is divided (--attn-dp-size) also takes the seven from its own + 233, and two that
+# were given neighbours met there, and one did not start.
 _turns = itertools.count(random.randrange(len(PORTS)), 11)
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
-# How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps between the operations of a forward pass
-# (two threads train 1.35 times faster on quiet cores); longer, and threads take the cores from each other where these are busy.
+# How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps
+# between the operations of a forward pass (two threads train 1.35 times faster on quiet cores);
+# longer, and threads take the cores from each other where these are busy.
 THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 

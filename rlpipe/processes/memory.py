@@ -36,7 +36,8 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """A settled heap in the body; behind it the garbage collector looks through everything again."""
+    """A settled heap in the body; behind it the garbage collector
+    looks through everything again."""
     settle_heap()
     try:
         yield

@@ -27,8 +27,10 @@ from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 300.0  # to start Python and to import what it runs, on a busy machine too: what hangs is given up
-LOADS_MAX = 2  # of a process that is killed while it loads the code: by the kernel for memory, or by somebody
+# to start Python and to import what it runs, on a busy machine too: what hangs is given up
+START_TIMEOUT_S = 300.0
+# of a process that is killed while it loads the code: by the kernel for memory, or by somebody
+LOADS_MAX = 2
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
 END_S, END_POLL_S = 2.0, 0.01
@@ -234,7 +236,8 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
         while not answer.endswith(b"\n"):
             left_s = deadline_s - time.monotonic()
             ready = {key.fileobj for key, _ in selector.select(max(0.0, min(left_s, POLL_S)))}
-            # an answer that is here is in time, when it is this process that was stopped or had no processor
+            # an answer that is here is in time, when it is this process that
+            # was stopped or had no processor
             if left_s <= 0 and (stdout not in ready or left_s < -LATE_S):
                 raise TimeoutError
             if stdin in ready:

@@ -27,13 +27,15 @@ from rlpipe.base.futures import settle
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
-IDLE_S = 15.0  # an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+# an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+IDLE_S = 15.0
 IDLE_CPU_S = 0.005
 OWNER_POLL_S = 0.5
 ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
 
 Record = Mapping[str, object]  # what JSON can carry
-# what the owner learns when it is ready, and what answers its requests, which have the fields that their module says
+# what the owner learns when it is ready, and what answers its requests, which have
+# the fields that their module says
 Loaded = tuple[Record, Callable[[Any], Record]]
 
 T = TypeVar("T")
@@ -49,7 +51,8 @@ class InvalidAnswer(Exception):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """For code that is not ours: whatever it raises is CodeRaised; an InvalidAnswer of ours passes."""
+    """For code that is not ours: whatever it raises is CodeRaised;
+    an InvalidAnswer of ours passes."""
     try:
         yield
     except InvalidAnswer:
@@ -160,7 +163,8 @@ def serve(load: Callable[[Any], Loaded]) -> None:
         return
     for line in requests:
         message = json.loads(line)
-        # if the owner is gone too, the kernel ends code that never returns, even when it holds the GIL
+        # if the owner is gone too, the kernel ends code that never
+        # returns, even when it holds the GIL
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + ORPHAN_GRACE_S)
         value = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)

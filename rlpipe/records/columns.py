@@ -26,7 +26,8 @@ ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wid
 ROWS_AT_ONCE = 64  # of a file that is decoded into another
 NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32, pa.float16(): np.float16}
 ARROW: dict[Kind, pa.DataType] = {
-    "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(), "tokens": pa.list_(pa.int32()),
+    "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(),
+    "tokens": pa.list_(pa.int32()),
     "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()), "halves": pa.list_(pa.float16()),
     "spans": pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())])),
 }  # fmt: skip
@@ -170,7 +171,13 @@ def to_parquet(table: pa.Table) -> bytes:
     sink, names = io.BytesIO(), table.column_names
     split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"} if "rollout_logprobs" in names else None
     repeating = [name for name in names if name in DICTIONARY]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=repeating, column_encoding=split)  # pyright: ignore[reportArgumentType]
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        use_dictionary=repeating,  # pyright: ignore[reportArgumentType]
+        column_encoding=split,
+    )
     data = sink.getvalue()
     assert pq.read_metadata(io.BytesIO(data)).num_rows == table.num_rows, "rows were lost in writing"
     return data

@@ -17,7 +17,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import plain_json
 from rlpipe.records.prompt import Message, Tool, ToolCall, is_text
 
-DEPTH_MAX = 100  # levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
+# levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
+DEPTH_MAX = 100
 HOLDERS = (Mapping, list, tuple)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing by three names
 

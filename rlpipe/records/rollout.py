@@ -32,7 +32,8 @@ from rlpipe.records.prompt import Message, Prompt
 CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before its end
 TRUNCATED = "length"  # and of one that reached its longest length
 OUT_OF_TURNS = "turns"  # and of one that has had all its turns, while its environment would go on
-WORLD_FAULTS = ("environment_", "agent_")  # what the reasons of faults begin with that are no reward's
+# what the reasons of faults begin with that are no reward's
+WORLD_FAULTS = ("environment_", "agent_")
 # the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a
 # fault
 UNRECORDED = float("inf")
@@ -166,7 +167,8 @@ class Branch:
     branch_index: Int32  # in the order in which their last replies were given
     prompt_tokens: Tokens  # [P]
     completion_tokens: Tokens  # [L]
-    loss_mask: Mask  # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
+    # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
+    loss_mask: Mask
     rollout_logprobs: Logprobs  # [L]
     finish_reason: Text  # of its last reply: stop or length
 

@@ -36,8 +36,10 @@ STAGES = (
 DOTS_BELOW = 10  # points of a curve
 PASS_AT = re.compile(r"(.*)_pass_at_(\d+)")
 BEFORE_RL, EVALUATION = "before_rl", "evaluation/"
-BEFORE = {BEFORE_SFT: "before_sft", 0: BEFORE_RL}  # what a phase starts from -> what MLflow calls its evaluation
-EXPORT_TAG = "rlpipe.export"  # of a policy that is stored as a difference: the command that makes a folder of it
+# what a phase starts from -> what MLflow calls its evaluation
+BEFORE = {BEFORE_SFT: "before_sft", 0: BEFORE_RL}
+# of a policy that is stored as a difference: the command that makes a folder of it
+EXPORT_TAG = "rlpipe.export"
 SFT_LOSS, SFT_VALIDATION = "sft/loss", "sft/validation_loss"
 Evaluations = list[tuple[int, Metrics]]  # (weight version, metrics)
 DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
@@ -229,7 +231,8 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
         axes[2].plot(*zip(*line, strict=True), marker="o", label=name)
     _finish_axis(axes[2], "held-out prompts", "weight version")
     seconds = [[values.get(f"time/{verb}_s", 0.0) for values in metrics] for verb in STAGES]
-    edges = np.arange(num_iterations)[:, None] + [-0.5, 0.5]  # each iteration as wide as itself: one alone is a bar
+    # each iteration as wide as itself: one alone is a bar
+    edges = np.arange(num_iterations)[:, None] + [-0.5, 0.5]
     axes[5].stackplot(edges.flatten(), np.repeat(seconds, 2, axis=1), labels=STAGES)
     _finish_axis(axes[5], "seconds per stage", "RL iteration")
     figure.suptitle(f"rlpipe run {run.name}")
@@ -305,6 +308,7 @@ def evaluation_changes(points: Evaluations) -> dict[str, str]:
 
 
 def before_after(run: Run, num_iterations: int) -> list[str]:
-    """One line per evaluation metric: at the start of RL (without RL: before SFT), and at the end."""
+    """One line per evaluation metric: at the start of RL (without
+    RL: before SFT), and at the end."""
     points = evaluations(run, num_iterations)
     return [f"  {name:32s} {change}" for name, change in evaluation_changes(points).items()] if len(points) > 1 else []

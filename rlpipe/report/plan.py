@@ -14,7 +14,8 @@ from rlpipe.config.training import RlConfig
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_TOKENS_MAX = 32768  # of the local engine, in all places of a bucket
-SHARDED_BYTES = 16  # a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
+# a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
+SHARDED_BYTES = 16
 MOMENTS_BYTES = 8  # of these, which trainer.offload keeps on the host
 OFFLOADED_BYTES = 12  # of these: weight and moments, which colocated engines send to the host
 GPUS_GIB = (24, 48, 80, 141)  # that people have
@@ -30,8 +31,10 @@ class ModelSizes:
     layer: int  # parameters of the largest layer
     rest: int  # and of what is in no layer: embeddings, head
     kv_token: int  # numbers that an engine keeps for a token
-    microbatch: int | None  # bytes that one takes beside weights, at the most; None where shapes alone do not say it
-    adapter: int = 0  # parameters of the adapter that is trained beside the model; none: all of the model is trained
+    # bytes that one takes beside weights, at the most; None where shapes alone do not say it
+    microbatch: int | None
+    # parameters of the adapter that is trained beside the model; none: all of the model is trained
+    adapter: int = 0
     largest: int = 0  # numbers of the largest parameter
 
 
@@ -107,7 +110,8 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """Bytes that a training rank takes: for its rows, for gathered layers, and for a microbatch."""
     width = BYTES[config.model.dtype]
-    # the reference is frozen, and of about the policy's size; with an adapter it is the policy itself, but where it is named
+    # the reference is frozen, and of about the policy's size; with an adapter it is the policy
+    # itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
     total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES

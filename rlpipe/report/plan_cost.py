@@ -14,10 +14,12 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.retention import kept_states, kept_versions
 
 STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
-# of a sampled token in rollouts, scores and batch together, with its text and logprobs: measured on preset tiny
+# of a sampled token in rollouts, scores and batch together, with its text and
+# logprobs: measured on preset tiny
 TOKEN_BYTES = 30
 PLACES = (16, 128)  # of the local engine, at least and at most
-COPIES = 3  # policies in scratch while a run is at work: what was published, and what engines load and have
+# policies in scratch while a run is at work: what was published, and what engines load and have
+COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
     )
     prompt = lengths.prompt or longest - rl.completion_tokens_max
     tokens = rl.num_prompts * (prompt + rl.group_size * rl.completion_tokens_max)  # a group's prompt is computed once
-    # as the trainer makes them: proximal logprobs that no step needs are not computed (rlpipe/trainer/rl.py)
+    # as the trainer makes them: proximal logprobs that no step needs are not computed
+    # (rlpipe/trainer/rl.py)
     passes = (rl.proximal == "trainer" and (rl.num_steps > 1 or rl.kl == "reward")) + (rl.kl != "none")
     train_s = (speed.train_s + passes * speed.forward_s) * tokens / config.trainer.tokens_max
     started = 0 if rl.rollouts_from else rl.round_groups * rl.group_size

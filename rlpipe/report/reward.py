@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
-NEW, BEFORE, NOISE = 2, 8, 24  # points: the newest, those that they are compared with, those that tell the noise
-TIMES = 3.5  # what chance explains, in standard deviations of a point beside the mean of those before
+# points: the newest, those that they are compared with, those that tell the noise
+NEW, BEFORE, NOISE = 2, 8, 24
+# what chance explains, in standard deviations of a point beside the mean of those before
+TIMES = 3.5
 
 
 def fall(curve: Sequence[Sequence[float]]) -> str:

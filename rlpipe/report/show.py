@@ -36,7 +36,8 @@ REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kep
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
 LINE_CHARS_MAX = 240
 TABLE_COLUMNS = [
-    "prompt_id", "group_index", "rollout_index", "prompt", "completion", "finish_reason", "reward", "reward_parts", "advantage",
+    "prompt_id", "group_index", "rollout_index", "prompt", "completion", "finish_reason", "reward", "reward_parts",
+    "advantage",
 ]  # fmt: skip
 
 
@@ -51,7 +52,9 @@ class RunSummary:
     committed: int
     newest: IterationRecord | None
     ended_at: datetime | None
-    state: str  # working, held on HOST, waits for an approval (GATE), complete, trained nothing, stopped by WHAT, unfinished
+    # working, held on HOST, waits for an approval (GATE), complete, trained nothing, stopped by
+    # WHAT, unfinished
+    state: str
 
     @property
     def reward(self) -> float | None:

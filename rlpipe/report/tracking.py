@@ -37,7 +37,8 @@ PARENT = "post-train"  # the phase tag of the MLflow run that those of the phase
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
-ROLLOUTS = "rollouts"  # the source of tables: of each iteration some of the rollouts that it trained on
+# the source of tables: of each iteration some of the rollouts that it trained on
+ROLLOUTS = "rollouts"
 # the source of points -> the MLflow run that has them
 PHASE_OF = {"sft": "sft", BEFORE_RL: "rl", "rl": "rl", ROLLOUTS: "rl"}
 # what the parent has too
@@ -123,7 +124,8 @@ class Tracker:
         self._submit(lambda: self._log_data(use, data_sets))
 
     def publish(
-        self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str], on_registered: Callable[[], None]
+        self, policy_url: str, num_iterations: int, evaluation: Metrics, curves: Path, lineage: dict[str, str],
+        on_registered: Callable[[], None]
     ) -> None:  # fmt: skip
         """Attaches the curves and registers the final policy by the URL of its folder (a path where
         it is on a disk), without copying it.
@@ -163,13 +165,16 @@ class Tracker:
             try:
                 job()
                 has_warned = False
-            except Exception as error:  # an outage, a full disk, a wrong URI, a missing driver, any cloud's client: whatever it is, it fails open
+            except Exception as error:
+                # an outage, a full disk, a wrong URI, a missing driver, any cloud's client:
+                # whatever it is, it fails open
                 if not has_warned:
                     log.warning("%s; the run goes on", said_of(error, self._uri))
                 has_warned = True
 
     def _open(self, phase: str) -> MlflowRun:
-        """The MLflow run of a phase: found by its tags, or created; with all parameters and tags."""
+        """The MLflow run of a phase: found by its tags, or
+        created; with all parameters and tags."""
         if phase in self._runs:
             return self._runs[phase]
         nested = {} if phase == PARENT else {"mlflow.parentRunId": self._open(PARENT).run_id}
@@ -208,7 +213,8 @@ class Tracker:
         self._client.log_batch(entity.info.run_id, params=params)
 
     def _show_phase(self) -> None:
-        """The phase that is worked on is RUNNING, and so is the parent; one before it is FINISHED."""
+        """The phase that is worked on is RUNNING, and so is the
+        parent; one before it is FINISHED."""
         if not self._phase:
             return
         for phase in (PARENT, self._phase):
@@ -230,7 +236,8 @@ class Tracker:
         mlflow_run.status = status
 
     def _send(self, source: str, units: int) -> None:
-        """Sends every unit that MLflow does not have, oldest first, and remembers how far it got."""
+        """Sends every unit that MLflow does not have, oldest
+        first, and remembers how far it got."""
         phase, tag = self._open(PHASE_OF[source]), SENT_TAG + source
         self._show_phase()
         for unit in range(self._sent.setdefault(source, int(phase.tags.get(tag, 0))), units):
@@ -239,7 +246,8 @@ class Tracker:
                 self._client.log_text(phase.run_id, text, f"rollouts/{unit:05d}.csv")
             else:
                 self._log_points(phase, read(f"{source} {unit}", self._fetch, source, unit))
-            # dying before the tag sends the unit again: the same points, which MLflow's database keeps once
+            # dying before the tag sends the unit again: the same points,
+            # which MLflow's database keeps once
             self._client.set_tag(phase.run_id, tag, str(unit + 1))
             self._sent[source] = unit + 1
 
@@ -288,7 +296,8 @@ class Tracker:
         versions = self._client.search_model_versions(f"name = '{self._project}'")
         if any(version.tags.get(POLICY_TAG) == policy_url for version in versions):
             return
-        # a server refuses a folder of this machine: there the source is the MLflow run, and the tag has the folder
+        # a server refuses a folder of this machine: there the source is the MLflow
+        # run, and the tag has the folder
         refused = policy_url.startswith("/") and self._uri.startswith("http")
         self._client.create_model_version(
             self._project,

@@ -15,9 +15,12 @@ from fractions import Fraction
 from rlpipe.algorithms.answers import LATEX_TEXT
 
 _UNICODE = str.maketrans({
-    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ",
-    "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "°": "^\\circ ", "²": "^2", "³": "^3", "½": "\\frac{1}{2}", "≡": "\\equiv ",
-    "≈": "\\approx ", "…": "\\ldots ", "⟨": "\\langle ", "⟩": "\\rangle ", "′": "'", "’": "'", "″": "''", "∈": "\\in ", "±": "\\pm ", "\u00a0": " ",
+    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ",
+    "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ",
+    "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "°": "^\\circ ", "²": "^2", "³": "^3",
+    "½": "\\frac{1}{2}", "≡": "\\equiv ",
+    "≈": "\\approx ", "…": "\\ldots ", "⟨": "\\langle ", "⟩": "\\rangle ", "′": "'", "’": "'", "″": "''",
+    "∈": "\\in ", "±": "\\pm ", "\u00a0": " ",
 })  # fmt: skip
 _ENVIRONMENT = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|[ \u202f])(?=\d{3}(?!\d))")  # spaces between groups of digits: 1\,234
@@ -33,26 +36,35 @@ _DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[)}]?"
 )
 _NAMED = re.compile(
-    r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*|[A-Z]{2,}\s*|P\s*\([A-Z][^()=]*\)\s*)=([^=]+)"
+    r"(?:m\s*)?(?:\\(?:angle|measuredangle|triangle|text\w*|mathrm|overline|widehat)\b[^=<>\d]*"
+    r"|[A-Z]{2,}\s*|P\s*\([A-Z][^()=]*\)\s*)=([^=]+)"
 )
 # {x | x > 2}
 _SOLUTIONS = re.compile(
-    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|\\colon|[|:])\s*([^|:]*(?:[<>]|\\[lg]e)[^|:]*)\\\}"
+    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|\\colon|[|:])"
+    r"\s*([^|:]*(?:[<>]|\\[lg]e)[^|:]*)\\\}"
 )
 _UNIT_WORDS = {
     "mm": "mm millimeter millimeters millimetre millimetres", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
-    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles", "mg": "mg milligram milligrams", "g": "g gram grams",
-    "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces", "s": "s sec secs second seconds",
-    "min": "min mins minute minutes", "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
-    "year": "year years", "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "usd": "dollar dollars usd",
+    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "mg": "mg milligram milligrams", "g": "g gram grams",
+    "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
+    "s": "s sec secs second seconds",
+    "min": "min mins minute minutes", "h": "h hr hrs hour hours", "day": "day days",
+    "week": "week weeks", "month": "month months",
+    "year": "year years", "l": "l liter liters litre litres", "ml": "ml milliliter milliliters",
+    "usd": "dollar dollars usd",
     "cent": "cent cents", "eur": "euro euros eur", "am": "am", "pm": "pm", "mph": "mph", "degree": "degree degrees",
     "unit": "unit units", "sq": "sq square", "cubic": "cubic", "radian": "radian radians rad",
 }  # fmt: skip
 UNITS = {word: unit for unit, words in _UNIT_WORDS.items() for word in words.split()}
 _ANY_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 _POWER = r"\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?"
-_LAST_UNIT = re.compile(rf"(?:\\[,;:! ]|~|\s)*(?:\\(?:text\w*|mathrm|mbox)\s*\{{[^{{}}\d]*\}}|(?:(?<=[\d}}])(?=[a-z]{{2}})|\s+)(?:{_ANY_UNIT})\.?){_POWER}\s*$")  # fmt: skip
+_LAST_UNIT = re.compile(
+    r"(?:\\[,;:! ]|~|\s)*"
+    rf"(?:\\(?:text\w*|mathrm|mbox)\s*\{{[^{{}}\d]*\}}|(?:(?<=[\d}}])(?=[a-z]{{2}})|\s+)(?:{_ANY_UNIT})\.?){_POWER}\s*$"
+)
 MEASURES = re.compile(rf"(?:\d[\d.,/]*\s*(?:{_ANY_UNIT})\.?(?:\s*(?:,|and)?\s*)){{2,}}")  # 5 ft 3 in
 _MORE = re.compile(
     r"\\[lcdv]?dots|\.\.|['\"]|\\prime|:|\\[bp]?mod|\bmod\b|(?<![\d.])0[a-zA-Z]|\d\s*\\angle|\\equiv|\\cong|\\sim\b"
@@ -73,8 +85,10 @@ _RATIO = re.compile(r"(?!\d{1,2}:[0-5]\d$)\d+(?:\.\d+)?:\d+(?:\.\d+)?")  # one t
 _FEW_LETTERS = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z]{1,4})(?![a-zA-Z])(?:\s*_\s*(?:\{(\w*)\}|(\w)))?")  # no word
 _COMMANDS = re.compile(r"\\[a-zA-Z]+")
 _SAME_TEXT = [(re.compile(pattern), put) for pattern, put in [
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|mathbf|boldsymbol|bm)(?![a-zA-Z])|(?<!\\)\\[,;:! ()\[\]$]|~|\\q?quad|\$", " "),
-    (r"\s{2,}", " "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"), (r"\\le(?![a-z])", r"\\leq"), (r"\\ge(?![a-z])", r"\\geq"), (r"\\ne(?![a-z])", r"\\neq"),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|mathbf|boldsymbol|bm)(?![a-zA-Z])"
+     r"|(?<!\\)\\[,;:! ()\[\]$]|~|\\q?quad|\$", " "),
+    (r"\s{2,}", " "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"),
+    (r"\\le(?![a-z])", r"\\leq"), (r"\\ge(?![a-z])", r"\\geq"), (r"\\ne(?![a-z])", r"\\neq"),
     (r"\\[lcd]?dots\w?|\.{2,}", "..."), (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree|\bdegrees?\b|\bdeg\b", r"°"),
     (r"\^\s*\{?((?:\\prime\s*)+)\}?", lambda match: "'" * match[1].count("prime")),
     (r"\(?\s*\\?[pb]?mod\b\s*\{?([^(){}]*)\}?\s*\)?", r"(mod \1)"), (r"\\(?:cdot|times)(?![a-z])", "*"),
@@ -127,7 +141,8 @@ def mended(formula: str) -> str:
     text = re.sub(r"(?<![\w.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"([a-zA-Z])('+|\^\s*\{?\s*(?:\\prime\s*)+\}?)", _primed, text)
     text = _DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", text)
-    text = re.sub(r"(?<=[a-zA-Z})])\s*\\?%$", "", text)  # the grammar knows percent of a number alone
+    # the grammar knows percent of a number alone
+    text = re.sub(r"(?<=[a-zA-Z})])\s*\\?%$", "", text)
     text = re.sub(r"\\[dt]?frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}", r"\1_{d\2}", text)
     named = _NAMED.fullmatch(text)
     return _in_both_cases(_without_unit(named[1] if named else text))

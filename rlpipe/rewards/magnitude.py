@@ -11,7 +11,8 @@ DIGITS_MAX = 20_000  # of a number that is worked out: `2023^{2023}` has 6,690
 TERMS_MAX = 300  # of a power of a sum that is multiplied out: (x + 1)^200 takes a second
 PRODUCT_MAX = 500  # of such terms, of all powers in a formula
 STEPS_OF_A_TERM = 20  # of a sum over k, in the time of such a term
-FORMULA_CHARS_MAX = 400  # of a formula: the time of math-verify's grammar grows faster than the text
+# of a formula: the time of math-verify's grammar grows faster than the text
+FORMULA_CHARS_MAX = 400
 _LETTER = math.log10(2)  # digits of what has no value
 _POWER_MAX = 300.0  # a float ends at 10 ** 308
 _TIMES_MAX = 1000  # that a sum is multiplied, more is as much

@@ -23,7 +23,8 @@ from rlpipe.rewards.equality import all_at_once, are_equal, smallest_exponent
 from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, letters, mended, same_text, says_more, scaled
 from rlpipe.rewards.magnitude import FORMULA_CHARS_MAX, is_too_long
 
-# math-verify's own timeouts are signals, which work in no thread; the pool kills the process instead. It warns once of that.
+# math-verify's own timeouts are signals, which work in no thread; the pool kills the process
+# instead. It warns once of that.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 
 CHARS_MAX = 10_000  # of the end of a completion: math-verify's time grows with the square, 2 s here
@@ -31,7 +32,8 @@ REFERENCES_MAX = 1024  # that are kept parsed: a group of rollouts has one
 NORMAL = LatexExtractionConfig().normalization_config
 # `mended` has left out the unit
 FORMULA_ALONE = [LatexExtractionConfig(normalization_config=dataclasses.replace(NORMAL, units=False))]
-NO_FORMULA = re.compile(r"([^\w\s.])\1{7}")  # one sign again and again, in which the grammar looks for meaning
+# one sign again and again, in which the grammar looks for meaning
+NO_FORMULA = re.compile(r"([^\w\s.])\1{7}")
 COMMAS = re.compile(r"(?<=\d),(?=\d{3})")
 ENVIRONMENTS = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$((?:[^$\n\\]|\\.)+)\$|\\\(((?:[^\\]|\\(?![()]))*)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\]"
@@ -153,7 +155,8 @@ def _is(reference: ReferenceAnswer, answer: str) -> bool:
     if reference.text == same_text(text):
         return True
     if reference.values is None:
-        based = re.fullmatch(r"(\d+)_\w+", reference.text)  # the base of a number is in the question too
+        # the base of a number is in the question too
+        based = re.fullmatch(r"(\d+)_\w+", reference.text)
         return based is not None and same_text(text) == based[1] and "_" not in text
     if _formulas(text):
         return _is_in_text(reference, text)

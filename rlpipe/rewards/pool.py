@@ -26,8 +26,10 @@ from rlpipe.rewards.registry import RewardArgs, built, can_be_refused, check_nam
 from rlpipe.rewards.score import Item, RolloutFacts, Score, combined, unsampled_facts
 
 ROWS_MAX = 4  # of a data set, on which rewards are tried before a run starts
-TRIAL_S = 5.0  # after this time no other row of a set is tried: a reward that hangs on one hangs on the next
-TrialRows = dict[str, list[RewardPrompt]]  # a data set's label -> prompts of it, as a reward gets them
+# after this time no other row of a set is tried: a reward that hangs on one hangs on the next
+TRIAL_S = 5.0
+# a data set's label -> prompts of it, as a reward gets them
+TrialRows = dict[str, list[RewardPrompt]]
 logger = logging.getLogger(__name__)
 
 

@@ -68,7 +68,8 @@ class ProcessScorer:
         self._has_answers = False
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
         self._ask([order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)])
-        if self.losses_max is not None:  # of several that failed together none is known to be at fault
+        # of several that failed together none is known to be at fault
+        if self.losses_max is not None:
             failed, self._faults = self._faults, {}
             self._ask([[index] for index in failed])
         return [self._scores.get(index) or self._fault(index) for index in range(len(items))]
@@ -99,7 +100,8 @@ class ProcessScorer:
             else:
                 try:
                     self._keep(batch, answer)
-                except (KeyError, TypeError, ValueError):  # the real one may come yet, and would be taken for the next
+                except (KeyError, TypeError, ValueError):
+                    # the real one may come yet, and would be taken for the next
                     child.end()
                     self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
 
@@ -177,7 +179,8 @@ def _check_folder(folder: Path, output: int) -> None:
         raise UserError(f"folder {folder}: {error}") from error
     kinds = config.get("architectures") or ["none"]
     kind = str(kinds[0] if isinstance(kinds, list) else kinds)
-    if not kind.endswith("ForSequenceClassification"):  # another kind would load, with a random head
+    # another kind would load, with a random head
+    if not kind.endswith("ForSequenceClassification"):
         raise ValueError(f"folder {folder} holds a {kind:.80}; a reward model is some ...ForSequenceClassification")
     labels = config.get("id2label")
     num_outputs = len(labels) if isinstance(labels, dict) and labels else config.get("num_labels", 2)

@@ -25,10 +25,12 @@ from rlpipe.processes.user_code import load_function
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.rewards.score import ARGUMENTS, RolloutFacts, label
 
-Reward = Callable[..., Any]  # (prompt, completion) or (prompt, completion, rollout) -> a number, or several by name
+# (prompt, completion) or (prompt, completion, rollout) -> a number, or several by name
+Reward = Callable[..., Any]
 RewardArgs = dict[str, JsonDict]  # rl.reward_args: a reward's name -> its arguments
 Tokens = Annotated[int, Field(ge=1)]
-ONE_ANSWER = r"(?:(?!<answer>).)*<answer>[^<]+</answer>"  # ends in one non-empty answer and has no other
+# ends in one non-empty answer and has no other
+ONE_ANSWER = r"(?:(?!<answer>).)*<answer>[^<]+</answer>"
 GIVEN = ("prompt", "completion", "rollout")  # what rlpipe itself passes to a reward function
 
 
@@ -99,7 +101,8 @@ def environment(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) ->
 
 def reasoning_gym() -> Reward:
     """The verifier of the generator that made the prompt."""
-    importlib.import_module("reasoning_gym")  # seconds, for which neither the other rewards nor the first rollout wait
+    # seconds, for which neither the other rewards nor the first rollout wait
+    importlib.import_module("reasoning_gym")
     return load_function("rl.rewards", "rlpipe.rewards.verifier:score_answer")
 
 

@@ -18,7 +18,8 @@ from rlpipe.records.rollout import OutcomeFields, Rollout
 # of `rl.reward_args`
 ARGUMENTS = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 PART_CHARS_MAX = 200  # of a part's name, which is that of a metric: MLflow takes 250
-FAILURES_MAX = 32  # failures in a row, with nothing scored in between, after which a reward counts as broken
+# failures in a row, with nothing scored in between, after which a reward counts as broken
+FAILURES_MAX = 32
 
 
 class RolloutFacts(TypedDict):

@@ -17,14 +17,15 @@ from typing import Any
 from rlpipe.base.hashing import canonical_json
 from rlpipe.records.prompt import RewardPrompt
 
-# a function name, a single letter, a number: never two letters in a row that are not listed, nor a dot after a letter or bracket
+# a function name, a single letter, a number: never two letters in a row that are not listed, nor a
+# dot after a letter or bracket
 _FUNCTIONS = "exp|log|ln|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|asinh|acosh|atanh|erf|erfi|pi|Abs"
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
-_ARITHMETIC = (
-    rf"(?:{_NUMBER}|\*(?!\*)|[\s+\-/()])*+"  # a power is none of the four operations, and 9**9**9 takes for ever
-)
+# a power is none of the four operations, and 9**9**9 takes for ever
+_ARITHMETIC = rf"(?:{_NUMBER}|\*(?!\*)|[\s+\-/()])*+"
 _FORMULA = rf"(?:{_NUMBER}|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_])|[\s+\-*/()])*+"
-_LISTS = r"[\w\s,\[\]'\"-]*+"  # lists of numbers and words: nothing can be called without a parenthesis
+# lists of numbers and words: nothing can be called without a parenthesis
+_LISTS = r"[\w\s,\[\]'\"-]*+"
 EVALUATED: dict[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.ASCII)
     for pattern, names in {

@@ -19,7 +19,8 @@ from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, ser
 from rlpipe.rewards.registry import RewardArgs, resolve, wants_rollout
 from rlpipe.rewards.score import Item, Score, combined, scored
 
-CHARS_PER_TOKEN = 16  # a completion is cut to so many characters a token before it is tokenised: few tokens are longer
+# a completion is cut to so many characters a token before it is tokenised: few tokens are longer
+CHARS_PER_TOKEN = 16
 
 
 def check_reward_model(folder: str) -> None:

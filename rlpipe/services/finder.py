@@ -27,17 +27,20 @@ from rlpipe.services.registration import (
 from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
-LOST_S = 45.0  # what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
+# what is registered and cannot be reached for so long is lost: a restart on its own node is quicker
+LOST_S = 45.0
 SAY_S = 60.0  # how often it is said that nobody has come yet
 LOOK_AGAIN_S = 1.0
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0
-REST_FIRST_S, REST_MAX_S = 1.0, 60.0  # what cannot be reached is left alone for so long, doubled each time
+# what cannot be reached is left alone for so long, doubled each time
+REST_FIRST_S, REST_MAX_S = 1.0, 60.0
 WANTED = {
     TRAINER: (TrainerError, "no gang of the run answered", "on the node that trains run `rlpipe trainer"),
     ENGINES: (EngineError, "no engine host could be reached", "on each node that samples run `rlpipe host"),
 }
 
-# (kind, node, whether what is registered there is lost): sees to it that one is started, unless one is on its way
+# (kind, node, whether what is registered there is lost): sees to it that one is
+# started, unless one is on its way
 StartService = Callable[[str, int, bool], Awaitable[None]]
 
 
@@ -51,7 +54,8 @@ class Peer:
     """A registered service, and since when it cannot be reached."""
 
     record: ServiceRecord
-    lost_at: float | None = None  # when it could not be reached for the first time since it last was
+    # when it could not be reached for the first time since it last was
+    lost_at: float | None = None
     _rest_s: float = 0.0
     _rest_until: float = 0.0
 

@@ -160,7 +160,8 @@ def _refuse(address: str, record: ServiceRecord) -> None:
     if record.start not in _refused:
         _refused.add(record.start)
         log.warning(
-            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the key and the version of the flow",
+            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the "
+            "key and the version of the flow",
             address, KEY_VARIABLE, record.url,
         )  # fmt: skip
 
@@ -257,7 +258,8 @@ async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> s
 
 async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, work: patience.Errand) -> str:
     registration = service.registration
-    await registration.enter()  # before there is anything to change in it: two writes at once would have no order
+    # before there is anything to change in it: two writes at once would have no order
+    await registration.enter()
     working, ending = asyncio.create_task(service.work()), asyncio.create_task(ended.wait())
     try:
         while True:

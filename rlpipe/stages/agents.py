@@ -85,7 +85,8 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> P
 
 
 def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> PlayedCompletion:
-    """The record of a rollout that is over: its last branch, or nothing where no call was answered."""
+    """The record of a rollout that is over: its last branch, or
+    nothing where no call was answered."""
     last = rollout.conversation.last
     branches = sorted(rollout.conversation.branches, key=lambda node: node is not last)
     assert branches[:1] == ([last] if last else []), "nothing goes on from the newest reply"

@@ -28,7 +28,8 @@ def branch_fields(config: PipelineConfig) -> list[str]:
 
 
 def shards_with_branches(config: PipelineConfig, shards: list[ArtifactRef]) -> list[ArtifactRef] | None:
-    """The shards of rollouts, where their branches are trained: then a batch is made of them too."""
+    """The shards of rollouts, where their branches are trained:
+    then a batch is made of them too."""
     return list(shards) if config.rl.branches == "all" else None
 
 

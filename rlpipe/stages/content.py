@@ -66,11 +66,13 @@ class Content:
         self.tried: TriedModel | None = None
         self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
-        self.prompts: dict[str, list[Prompt]] = {}  # the rows that could be read, by label, of RL and evaluation
+        # the rows that could be read, by label, of RL and evaluation
+        self.prompts: dict[str, list[Prompt]] = {}
         self.conversations: dict[str, list[Talk]] = {}  # and of SFT
         self.roles: list[str] = []  # of the environment's messages
         self.doubts: list[str] = []  # what will hardly be meant, said of what was looked at so far
-        self.heard: dict[str, str] = {}  # completions that rewards are tried on, as they are once they were tokens
+        # completions that rewards are tried on, as they are once they were tokens
+        self.heard: dict[str, str] = {}
 
     def model(self) -> str:
         """The model's files are whole, and its config makes a model that they fit."""

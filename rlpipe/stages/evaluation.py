@@ -23,7 +23,8 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
 
-OWN = ("completion_tokens_max", "top_p", "rewards")  # fields that evaluations share with RL, unless they are given
+# fields that evaluations share with RL, unless they are given
+OWN = ("completion_tokens_max", "top_p", "rewards")
 EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_completions", "evaluation.pass_threshold",
                 *SCORING, *SAMPLING, *ENVIRONMENT]  # fmt: skip
 

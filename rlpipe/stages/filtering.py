@@ -44,7 +44,8 @@ from rlpipe.stages.session import Session
 from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
 
-FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max", "rl.on_too_few", "rl.staleness_max",
+FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max",
+               "rl.on_too_few", "rl.staleness_max",
                "rl.mask_truncated"]  # fmt: skip
 # the pass rates beside the batch, where there is a curriculum
 RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]
@@ -98,7 +99,8 @@ class Sorted(NamedTuple):
 
     trained: list[Group]  # without what is left out of them, as the dropped ones are
     dropped: list[Group]
-    carried: list[Group]  # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    carried: list[Group]
     ended: list[Group]  # those that are trained or dropped, whole
     reasons: dict[int, str]  # of each dropped one, by its group_index
 

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 READ_ROWS = 1024
 UNKNOWN_SOURCE = "stored"  # of a prompt that is in no data set
 REQUIRED = ["prompt_id", "group_index", "prompt_tokens", "completion_tokens"]
-DEFAULTS = {"rollout_index": -1, "prompt": "", "completion": "", "weight_version": 0, "finish_reason": "stop", "seed": 0,
+DEFAULTS = {"rollout_index": -1, "prompt": "", "completion": "", "weight_version": 0,
+            "finish_reason": "stop", "seed": 0,
             "engine": UNKNOWN_SOURCE, "reward_parts": "{}"}  # fmt: skip
 # what is refused by row
 MISSING = {"prompt_tokens": -1, "completion_tokens": -1, "rollout_logprobs": float("nan"), "loss_mask": -1}
@@ -50,7 +51,8 @@ JSON_COLUMNS: dict[str, TypeAdapter[Any]] = {
     "environment": TypeAdapter(OutcomeText),
     "reward_parts": TypeAdapter(dict[str, Finite]),
 }
-PromptBook = dict[tuple[str, str], Prompt | None]  # None: two prompts of that text have different answers
+# None: two prompts of that text have different answers
+PromptBook = dict[tuple[str, str], Prompt | None]
 
 
 def prompt_book(prompts: list[Prompt]) -> PromptBook:

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
 SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
-SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling", "rl.train_stale_tokens", "rl.rollouts_from",
+SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling",
+              "rl.train_stale_tokens", "rl.rollouts_from",
               *SAMPLING, *ENVIRONMENT]  # fmt: skip
 # a round that is over-sampled
 ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]

@@ -21,7 +21,8 @@ async def told(held: Lease) -> AsyncIterator[None]:
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:
-        with contextlib.suppress(OSError):  # a store that says nothing: then it is the error that it is
+        # a store that says nothing: then it is the error that it is
+        with contextlib.suppress(OSError):
             try:
                 await asyncio.to_thread(held.check)
             except TakenOver as over:

@@ -150,8 +150,9 @@ def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produ
     check_groups(run, sizes)
     if num_unknown:
         log.warning(
-            "rl.rollouts_from=%s: %d of %d rollouts have no rollout_logprobs: they are trained as if the policy of their iteration "
-            "had sampled them, with the trainer's own logprobs, and rl.importance corrects nothing",
+            "rl.rollouts_from=%s: %d of %d rollouts have no rollout_logprobs: they are trained as if the "
+            "policy of their iteration had sampled them, with the trainer's own logprobs, "
+            "and rl.importance corrects nothing",
             run.config.rl.rollouts_from, num_unknown, sum(sizes),
         )  # fmt: skip
     return Produced(records, {"num_groups": len(sizes), "num_without_logprobs": num_unknown, "files": digests})

@@ -18,7 +18,8 @@ from rlpipe.stages.stage import now
 from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
 
 CURVE_POINTS_MAX = 64
-CURVE_NEWEST = 36  # points that are never thinned: whether a reward fell is told by them (report/reward.py)
+# points that are never thinned: whether a reward fell is told by them (report/reward.py)
+CURVE_NEWEST = 36
 
 
 class Before(NamedTuple):

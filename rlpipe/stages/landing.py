@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
 KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
 
-Rebuild = Callable[[TrainerClient], Awaitable[object]]  # brings the trainer to the position that a job starts from
+# brings the trainer to the position that a job starts from
+Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 

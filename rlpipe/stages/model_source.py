@@ -90,7 +90,8 @@ def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> Mod
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model in HF format, and of its tokenizer; those that are not there are none."""
+    """The files of a model in HF format, and of its tokenizer;
+    those that are not there are none."""
     return [folder / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(folder)
 
 
@@ -227,7 +228,8 @@ def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
 @contextlib.contextmanager
 def _from_hub(name: str, field: str) -> Iterator[None]:
     """UserError for what goes wrong with the model of that name."""
-    # HTTPError is that of the HTTP client below, which changes with the hub's version; the other two are about its proxy
+    # HTTPError is that of the HTTP client below, which changes with the hub's version; the other
+    # two are about its proxy
     from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     try:

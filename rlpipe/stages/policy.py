@@ -19,7 +19,8 @@ from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, s
 from rlpipe.store.artifacts import read_manifest
 
 log = logging.getLogger(__name__)
-ONPOLICY_MAX = 1e-6  # mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
+# mean |policy - proximal logprobs| of the first step; 0 where both passes run the same kernels
+ONPOLICY_MAX = 1e-6
 
 
 async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
@@ -52,8 +53,8 @@ def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_refe
     """
     faults = []
     if not first["onpolicy_abs"] < ONPOLICY_MAX:
-        faults.append(f"the first step is not on-policy: mean |policy - proximal logprobs| is {first['onpolicy_abs']:.3g}, "
-                      f"expected below {ONPOLICY_MAX:g}")  # fmt: skip
+        faults.append("the first step is not on-policy: mean |policy - proximal logprobs| "
+                      f"is {first['onpolicy_abs']:.3g}, expected below {ONPOLICY_MAX:g}")  # fmt: skip
     clipped = first["clip_fraction_low"] + first["clip_fraction_high"]
     if clipped and not anchored:
         faults.append(f"the first step clips {clipped:.3g} of the tokens, expected none: its ratios are all 1")

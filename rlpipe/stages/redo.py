@@ -39,7 +39,8 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
     for kind in SHARED_BY_REDO[redo]:
         # what ended an over-sampled round may change
         history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()
-        if kind != "batch" and config.rl.branches == "last":  # the branches beside these are then not read
+        # the branches beside these are then not read
+        if kind != "batch" and config.rl.branches == "last":
             history |= {"rl.branches"}
         parent = run.owner("rl", at, kind).config
         old, new = (STAGES[kind].settings(settings) for settings in (parent, config))

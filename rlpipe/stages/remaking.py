@@ -86,7 +86,8 @@ async def remake_policy(
     phase, iteration = run.policy_place(version)
     assert phase == "rl", f"weight version {version} is of phase {phase}, which is never pruned"
     _, manifest = await asyncio.to_thread(run.policy, version)
-    # a gang writes into its own run only; nothing names these files, and they are gone at the end, or with `rlpipe gc`
+    # a gang writes into its own run only; nothing names these files, and they are gone
+    # at the end, or with `rlpipe gc`
     attempt = Attempt(run.store, f"{run.root}/{phase}/{iteration:05d}/policy", new_attempt(run.lease))
     rebuild = functools.partial(replay, run, phase, iteration + 1)
     log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
@@ -133,7 +134,8 @@ def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> Non
 
 
 def committed_version(run: Run, version: int | None) -> int:
-    """The weight version that is asked for, or the newest one; UserError when it is not committed."""
+    """The weight version that is asked for, or the newest one;
+    UserError when it is not committed."""
     if not run.has_base:
         raise UserError(f"run {run.name} has no policy yet: `rlpipe run ... --run {run.name}` makes one")
     oldest = BEFORE_SFT if run.num_segments else 0
@@ -164,7 +166,8 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
             made = _whole(run.store, ref, made)
         else:
             made = whole_policy(run.store, ref, Path(scratch))
-        write_trained_template(run.config.model, made)  # older code stored the one that the base had
+        # older code stored the one that the base had
+        write_trained_template(run.config.model, made)
         os.rename(made, target)
     return number
 

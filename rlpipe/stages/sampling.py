@@ -39,8 +39,11 @@ CarriedGroup = list[CarriedRollout]
 DRAWN_BY = ["data.rl", "rl.num_prompts", "rl.oversampling", "rl.curriculum", "rl.pass_rate_low", "rl.pass_rate_high",
             "rl.rollouts_from", "rl.environment", "rl.environment_args"]  # fmt: skip
 PASS_RATES = "pass_rates.parquet"
-NEWEST = 0.5  # the share of a group in the running rate: what the policy could do four groups ago counts a sixteenth
-FLOOR = 0.1  # curriculum weight: the least probability to be taken, so that no rate is out of date for ever
+# the share of a group in the running rate: what the policy could do
+# four groups ago counts a sixteenth
+NEWEST = 0.5
+# curriculum weight: the least probability to be taken, so that no rate is out of date for ever
+FLOOR = 0.1
 
 
 ROOM = ["model.context_tokens_max", "rl.completion_tokens_max"]

@@ -98,7 +98,8 @@ class Session:
         """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""
         self.check_open()
         if self.run.lease is not None:
-            with contextlib.suppress(OSError):  # a store that says nothing keeps nobody from its engines
+            # a store that says nothing keeps nobody from its engines
+            with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.run.lease.check_unless_fresh)
 
     async def gang(self) -> TrainerClient:
@@ -248,7 +249,8 @@ class Session:
                 await self.behind.landed()
         finally:
             self._closed = True
-            await self._closing.aclose()  # first: a shard that outlived a failed one scores and steps no more
+            # first: a shard that outlived a failed one scores and steps no more
+            await self._closing.aclose()
             await self.behind.close()
             await asyncio.gather(
                 self.pool.close(),
@@ -300,7 +302,8 @@ async def open_session(
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:
-    with contextlib.suppress(*([OSError] if kind else [])):  # what else has ended it is said, not a store that is away
+    # what else has ended it is said, not a store that is away
+    with contextlib.suppress(*([OSError] if kind else [])):
         await asyncio.to_thread(held.release)
 
 

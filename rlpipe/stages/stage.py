@@ -76,7 +76,8 @@ class Produced:
 
 
 Result = TypeVar("Result")
-P = ParamSpec("P")  # the named arguments of a stage: a flow that gives others is an error of pyright
+# the named arguments of a stage: a flow that gives others is an error of pyright
+P = ParamSpec("P")
 Produce = Callable[[Attempt], Produced | Awaitable[Produced]]
 Function = Callable[Concatenate[Session, Attempt, P], Produced | Awaitable[Produced]]
 Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]

@@ -34,8 +34,9 @@ from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
 log = logging.getLogger(__name__)
 OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]
 RL_TRAINING = [
-    *OPTIMIZER, "num_steps", "objective", "proximal", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coef", "kl_estimator",
-    "estimator", "gamma", "entropy_coef", "importance", "importance_low", "importance_high", "temperature", "completion_tokens_max",
+    *OPTIMIZER, "num_steps", "objective", "proximal", "clip_low", "clip_high", "dual_clip", "aggregation", "kl",
+    "kl_coef", "kl_estimator", "estimator", "gamma", "entropy_coef", "importance", "importance_low", "importance_high",
+    "temperature", "completion_tokens_max",
 ]  # fmt: skip
 SFT_TRAINING = [*OPTIMIZER, "num_steps", "batch_size", "segment_steps"]
 TRAINED_BY = {  # phase -> the config fields that its policies and states depend on

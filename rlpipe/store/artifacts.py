@@ -30,8 +30,10 @@ from rlpipe.store.lease import Lease, fenced
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"
-PRUNED = "pruned.json"  # beside the manifest of an artifact whose files were deleted, or are about to be
-SOURCE_INPUT = "source "  # begins the name of an input from outside the run: known by its hash, not kept for it
+# beside the manifest of an artifact whose files were deleted, or are about to be
+PRUNED = "pruned.json"
+# begins the name of an input from outside the run: known by its hash, not kept for it
+SOURCE_INPUT = "source "
 ATTEMPT = re.compile(r"(\d{6,18})l[0-9a-f]{12}")
 BLOCK_BYTES = 1 << 20
 HASHERS = 4  # threads that verify the blocks of what was read

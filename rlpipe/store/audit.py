@@ -236,7 +236,8 @@ def unreferenced(run: Run) -> list[str]:
     temporary files. Not the replies that the agents of a shard were given which is not committed:
     it goes on from them.
     """
-    listed = run.store.list(run.root)  # before the manifests: what is committed meanwhile is named by one of them
+    # before the manifests: what is committed meanwhile is named by one of them
+    listed = run.store.list(run.root)
     committed = manifests(run)
     kept = {f"{folder}/{record.name}" for folder in committed for record in read_manifest(run.store, folder).files}
     left = [key for key in _of_attempts(run, listed, committed) if key not in kept]

@@ -104,7 +104,8 @@ class Store:
             yield from parts_ahead(whole, start, end, self.objects.parts_at_once)
 
     def read_range(self, key: str, start: int, end: int) -> memoryview:
-        """The bytes `start` to `end` of a file; StoreError naming it when it is missing or shorter."""
+        """The bytes `start` to `end` of a file; StoreError naming it
+        when it is missing or shorter."""
         parts = self.parts(key, start, end)
         first = next(parts, b"")
         if len(first) == end - start:

@@ -99,7 +99,8 @@ class Disk:
         """
         path = self._root / key
         path.unlink()
-        with contextlib.suppress(OSError):  # the first that is not empty, or that another deletes at once
+        # the first that is not empty, or that another deletes at once
+        with contextlib.suppress(OSError):
             for folder in path.relative_to(self._root).parents[:-1]:
                 (self._root / folder).rmdir()
 
@@ -158,7 +159,8 @@ def _opened(path: Path, tries: int = FOLDER_TRIES) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")
-    except (FileNotFoundError, FileExistsError):  # also of `mkdir`: there, and gone at the next look
+    except (FileNotFoundError, FileExistsError):
+        # also of `mkdir`: there, and gone at the next look
         if tries == 1:
             raise
     return _opened(path, tries - 1)

@@ -104,7 +104,8 @@ def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
 
 
 def check_committed(run: Progress, at: int, redo: str = "") -> None:
-    """UserError when there is no iteration `at` to fork at, or for AT_SFT no SFT that is complete."""
+    """UserError when there is no iteration `at` to fork at, or for
+    AT_SFT no SFT that is complete."""
     get_there = f"let `rlpipe run ... --run {run.name}` get there first"
     if at == AT_SFT:
         if redo:

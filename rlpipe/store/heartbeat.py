@@ -51,7 +51,8 @@ class Heartbeat:
     def __init__(
         self, store: Store, key: str, holder: Holder, every_s: float, fence: str, on_look: Callable[[Look], object]
     ) -> None:
-        """`fence`: empty for none; `on_look`: called in a thread of this process after each look."""
+        """`fence`: empty for none; `on_look`: called in a thread
+        of this process after each look."""
         self.holder = holder
         self._store, self._key, self._every_s, self._fence, self._on_look = store, key, every_s, fence, on_look
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -70,12 +71,14 @@ class Heartbeat:
             why, looks = "", self._looks
             try:
                 self._listen()
-            except (OSError, ValueError) as error:  # no process to be had, or it ended before it was told anything
+            except (OSError, ValueError) as error:
+                # no process to be had, or it ended before it was told anything
                 why = f" ({error})"
             if looks == self._looks and not self._is_missed and not self._stop.is_set():
                 self._is_missed = True
                 log.warning(
-                    "%s: its heartbeat cannot work%s, and is tried again: until it does, other hosts may take this process for dead",
+                    "%s: its heartbeat cannot work%s, and is tried again: until it does, "
+                    "other hosts may take this process for dead",
                     self._key, why,
                 )  # fmt: skip
 
@@ -84,13 +87,15 @@ class Heartbeat:
             if self._stop.is_set():
                 return
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
                 stderr=subprocess.DEVNULL if self._is_missed else None,  # its traceback is said once, too
                 start_new_session=True,  # Ctrl-C is not for it
             )  # fmt: skip
         with process:
             assert process.stdin is not None and process.stdout is not None
-            order = {"store": self._store.url, "key": self._key, "holder": asdict(self.holder), "every_s": self._every_s,
+            order = {"store": self._store.url, "key": self._key,
+                     "holder": asdict(self.holder), "every_s": self._every_s,
                      "fence": self._fence, "parent": os.getpid()}  # fmt: skip
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()

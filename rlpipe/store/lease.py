@@ -33,7 +33,8 @@ from rlpipe.store.patience import hurrying
 HEARTBEAT_S = 10.0
 STALE_S = 35.0
 TAKEOVERS_MAX = 5
-DEEDS_S = 60.0  # a lease whose deeds take longer is not given back: others wait until its heartbeat is old
+# a lease whose deeds take longer is not given back: others wait until its heartbeat is old
+DEEDS_S = 60.0
 READERS = 16  # of leases, at the same time
 NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 

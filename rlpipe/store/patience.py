@@ -93,7 +93,8 @@ class Wait:
     is over.
     """
 
-    _lock, _said = threading.Lock(), Counter[str]()  # how many wait for a server, of those that have lasted
+    # how many wait for a server, of those that have lasted
+    _lock, _said = threading.Lock(), Counter[str]()
 
     def __init__(self, server: str, what: str, fault: str, bound_s: Callable[[], float]) -> None:
         self._server, self._what, self._fault, self.bound_s = server, what, fault, bound_s

@@ -28,7 +28,8 @@ from rlpipe.store.run import Run
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files
 POLL_S = 1.0
-STAY = (DELTA, BASE)  # small documents by which who makes the others again knows how they were stored
+# small documents by which who makes the others again knows how they were stored
+STAY = (DELTA, BASE)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class PruneRecord:
     stage: str  # policy or state
     bytes: int
     state_iteration: (
-        int  # training goes on from this state, or an earlier one that is still there; -1: from weight version 0
+        # training goes on from this state, or an earlier one that is still
+        # there; -1: from weight version 0
+        int
     )
     command: str  # that makes it again; empty for a state: nothing needs it
     host: str

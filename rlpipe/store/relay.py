@@ -20,7 +20,9 @@ from pathlib import Path
 
 from rlpipe.store.transfer import PART_BYTES
 
-WAIT_S = 10.0  # for a part that this node is to get first, or for the file; less than the silence that ends a request (remote.py)
+# for a part that this node is to get first, or for the file; less than the silence that ends a
+# request (remote.py)
+WAIT_S = 10.0
 POLL_S = 0.05
 
 
@@ -109,7 +111,8 @@ class Relay:
             undo.pop_all()
 
     async def part(self, key: str, start: int) -> Path | None:
-        """The file in which the part at `start` is; None where it is not here and will not be soon."""
+        """The file in which the part at `start` is; None where it is
+        not here and will not be soon."""
         deadline = time.monotonic() + WAIT_S
         while (file := self._files.get(key)) is None:
             if key in self._failed or time.monotonic() > deadline:
@@ -128,7 +131,8 @@ class Relay:
         named.unlink(missing_ok=True)
         try:
             os.link(path, named)
-        except OSError:  # on a file system without second names the file is here for as long as it has the first
+        except OSError:
+            # on a file system without second names the file is here for as long as it has the first
             named = path
         return RelayedFile(named)
 

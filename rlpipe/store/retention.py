@@ -95,7 +95,8 @@ class Forks:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[str, ForkRecord | None] = {}
-        self._states: dict[tuple[str, int], int] = {}  # run and iteration -> that of the newest state then
+        # run and iteration -> that of the newest state then
+        self._states: dict[tuple[str, int], int] = {}
 
     def pins(self, run: str) -> Pins:
         """By what is in the store now.
@@ -146,7 +147,8 @@ class Retention:
         self._run, self._forks = run, Forks(run.store)
         # iterations whose artifacts have their files
         self._files: dict[str, set[int]] = {"policy": set(), "state": set()}
-        self._deltas: dict[int, bool] = {}  # iterations whose policies are stored as differences, or not
+        # iterations whose policies are stored as differences, or not
+        self._deltas: dict[int, bool] = {}
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began
         self._stopped = threading.Event()

@@ -29,7 +29,8 @@ ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
 
 class OtherSettings(UserError):
-    """A run of this name was created to compute something else; the message says what can be done."""
+    """A run of this name was created to compute something else; the
+    message says what can be done."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Run:
     config: PipelineConfig
     parent: Run | None = None
     fork_at: int = AT_SFT  # the newest RL iteration that is wholly the parent's
-    redo: str = ""  # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
+    # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
+    redo: str = ""
     pending: Pending = field(default_factory=Pending, compare=False, repr=False)
     lease: Lease | None = field(default=None, compare=False, repr=False)
 
@@ -317,7 +319,8 @@ def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
     """
     planned_fork(run, at, config, redo)
     create_record(run.store, config, ForkRecord(run.name, at, redo))
-    return planned_fork(run, at, config, redo)  # refused when another process was first, with another fork
+    # refused when another process was first, with another fork
+    return planned_fork(run, at, config, redo)
 
 
 def _fork_of(parent: Run, at: int, config: PipelineConfig, redo: str) -> Run:

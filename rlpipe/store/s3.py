@@ -34,7 +34,8 @@ PARTS_MAX = 10_000  # of an upload, by S3's own rule
 CONNECT = timedelta(seconds=5)
 SILENCE = timedelta(seconds=20)  # nothing comes from the server, or a small request is not answered
 PART = timedelta(minutes=5)  # to send one part of an upload, or to read one: 8 MiB
-# by obstore itself, of a page of a listing or a part of an upload, so that it need not begin anew; the rest is rlpipe/store/patience.py
+# by obstore itself, of a page of a listing or a part of an upload, so that it need not begin anew;
+# the rest is rlpipe/store/patience.py
 RETRY: RetryConfig = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=5),
@@ -123,7 +124,8 @@ class Bucket(RemoteObjects):
         try:
             self._ask(key, ask)
         except FileNotFoundError:
-            # the upload is over, though nobody answered so: a first request to complete it did, and its answer was lost
+            # the upload is over, though nobody answered so: a first request to complete
+            # it did, and its answer was lost
             if not self.exists(key) or self.size(key) != size:
                 raise
 

@@ -18,7 +18,8 @@ Part = bytes | memoryview
 PART_BYTES = 8 * 1024 * 1024
 PARTS = 8  # of one file, that are under way at the same time
 WAITING = 32  # pieces that were sent, and are not hashed yet
-PIECE_BYTES = 256 * 1024  # of a part on its way from or to a file: larger ones cost more processor time than they save
+# of a part on its way from or to a file: larger ones cost more processor time than they save
+PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Microbatch:
 
     tokens_RL: Tensor
     positions_RL: Tensor
-    # where a text has several sequences: BRANCHES times the text, and 0 in the prompt, 1, 2, ... behind it
+    # where a text has several sequences: BRANCHES times the text, and 0 in
+    # the prompt, 1, 2, ... behind it
     branch_RL: Tensor | None
     source_N: Tensor
     target_N: Tensor
@@ -82,7 +83,8 @@ class Microbatch:
         return flat.index_put((self.slot_N,), values_N).view(self.mask_BT.shape)
 
     def scored(self, values_BT: Tensor) -> Tensor:
-        """Values of B x T at the scored positions, row after row; none of a microbatch of padding."""
+        """Values of B x T at the scored positions, row after row;
+        none of a microbatch of padding."""
         return values_BT.flatten()[self.slot_N] if self.rows else values_BT.new_zeros(0)
 
     def to(self, device: torch.device) -> Microbatch:

@@ -42,7 +42,8 @@ class Board:
         self.running: JobRecord | None = None
         self.nodes: Callable[[], list[dict[str, object]]] = list  # of the gang, and for how long they have been silent
         self.lost = ""  # why the gang ends
-        self._finished: list[JobRecord] = []  # the job that led to the position, and those after it that left it there
+        # the job that led to the position, and those after it that left it there
+        self._finished: list[JobRecord] = []
         self._waiting: queue.SimpleQueue[JobRecord] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._worked = time.monotonic()  # when somebody last asked for work, or it ended

@@ -23,7 +23,8 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Text, text_pairs, text_tokens
 
-# dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are in the name that the driver gives
+# dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are
+# in the name that the driver gives
 PEAKS = [
     ({"A100"}, 312.0, 19.5),
     ({"H100", "PCIe"}, 756.0, 51.0),
@@ -73,7 +74,8 @@ def flex_tokens(policy: PolicyModel) -> float | None:
     if not uses_flex(policy.lm):
         return None
     parameters = used_parameters(policy)
-    if parameters is None:  # too many, so attention is held to be cheap: what is shared is then no other
+    # too many, so attention is held to be cheap: what is shared is then no other
+    if parameters is None:
         parameters = sum(one.numel() for one in policy.lm.parameters())
     return 4.0 * parameters / max(pair_flops(policy), 1.0)
 

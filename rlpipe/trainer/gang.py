@@ -33,7 +33,8 @@ from rlpipe.trainer.process import TrainerOptions
 
 log = logging.getLogger(__name__)
 DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations
-CONTROL_TIMEOUT = timedelta(hours=2)  # one rank may wait so long for another that reads or writes the store
+# one rank may wait so long for another that reads or writes the store
+CONTROL_TIMEOUT = timedelta(hours=2)
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 Found = TypeVar("Found")
 
@@ -55,7 +56,8 @@ class Gang:
     mesh: DeviceMesh
     control: dist.ProcessGroup
     store: Store
-    team: Team | None = None  # the ranks that share every row with this one; None where none are shared
+    # the ranks that share every row with this one; None where none are shared
+    team: Team | None = None
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
     _warnings: list[str] = field(default_factory=list)
 
@@ -159,7 +161,8 @@ class Gang:
         """
         counts = self.gather(len(values))
         of_ranks = [values] if self.rank == 0 else []
-        for rank in range(1, self.size):  # one by one: of what rank 0 has not asked for yet nothing is under way
+        # one by one: of what rank 0 has not asked for yet nothing is under way
+        for rank in range(1, self.size):
             part = values.contiguous() if self.rank == rank else values.new_empty(counts[rank])
             if counts[rank] and self.rank == rank:
                 dist.send(part.view(torch.uint8), 0, group=self.control)

@@ -84,7 +84,8 @@ class SaveJob:
     stop_token_ids: list[int]  # what ends a turn of the assistant
     context_tokens_max: int  # the longest text that an engine takes
     base: Reference | None = None  # the policy is stored as its difference to this one; none: whole
-    is_base: bool = False  # the next policy will be stored as its difference to this one: its files stay on this node
+    # the next policy will be stored as its difference to this one: its files stay on this node
+    is_base: bool = False
     gap_folder: str | None = None
 
 

@@ -20,7 +20,8 @@ import time
 
 from rlpipe.processes.launch import KILL_TIMEOUT_S, die_with_parent, signal_group
 
-LISTENER_VARIABLE = "RLPIPE_MEETING_SOCKET"  # of the rank that has the meeting point: the number of its bound socket
+# of the rank that has the meeting point: the number of its bound socket
+LISTENER_VARIABLE = "RLPIPE_MEETING_SOCKET"
 POLL_S = 0.2
 STOP_GRACE_S = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -124,7 +124,8 @@ class Pulse:
     ) -> None:
         if isinstance(error, Exception):
             log.error("rank %d failed", self._gang.rank, exc_info=error)
-            # rank 0 goes first: the launcher ends the other ranks of a node with the first that ends
+            # rank 0 goes first: the launcher ends the other ranks of
+            # a node with the first that ends
             time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
             self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
 

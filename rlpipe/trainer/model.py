@@ -253,7 +253,8 @@ def load_policy(
     )
     policy = build_policy(gang, config, weights, frozen, adapted)
     if rebuilt is not None:
-        shutil.rmtree(rebuilt, ignore_errors=True)  # all ranks have read it; another one of this node may be first
+        # all ranks have read it; another one of this node may be first
+        shutil.rmtree(rebuilt, ignore_errors=True)
     return policy, config, generation_config
 
 

@@ -24,10 +24,11 @@ from rlpipe.trainer.publishing import Fetches, Uploads
 
 http_log = logging.getLogger("rlpipe.trainer.http")
 CONNECTIONS_MAX = 1024  # a host that fetches weights has eight
-REQUEST_S = 30.0  # for the head of a request, and again for its body; a connection without a request is closed
-REFUSED_S = (
-    1.0  # a stranger's body is read for so long, so that he reads the answer; closing with more unread would reset it
-)
+# for the head of a request, and again for its body; a connection without a request is closed
+REQUEST_S = 30.0
+# a stranger's body is read for so long, so that he reads the answer; closing
+# with more unread would reset it
+REFUSED_S = 1.0
 BODY_BYTES_MAX = 4 * 1024 * 1024
 FILE_CHUNK = 1024 * 1024
 

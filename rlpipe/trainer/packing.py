@@ -15,25 +15,27 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 
-# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with the square, costs as much as all else: between a
-# model of 0.8M and one of 135M on a CPU
+# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with
+# the square, costs as much as all else: between a model of 0.8M and one of 135M on a CPU
 ATTENTION_TOKENS = 512
-SHARED_TOKENS_MAX = (
-    2048  # of a text that shares a prompt: its mask in each layer is to stay small beside the activations
-)
+# of a text that shares a prompt: its mask in each layer is to stay small beside the activations
+SHARED_TOKENS_MAX = 2048
 ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
-TEXT_LENGTHS = (1, 2, 4, 8)  # that are tried for texts that share a prompt, in lengths of the longest sequence
+# that are tried for texts that share a prompt, in lengths of the longest sequence
+TEXT_LENGTHS = (1, 2, 4, 8)
 BRANCHES = 2048  # more than one text has sequences
 
 Row = list[int]  # indices of texts, side by side
-# the microbatches of one rank in one step. Example: [[[0, 5], [2]], [[7]]]: two, the first of two rows
+# the microbatches of one rank in one step. Example: [[[0, 5], [2]],
+# [[7]]]: two, the first of two rows
 RankPlan = list[list[Row]]
 
 
 class Rows(IntEnum):
     """The ways to put sequences into rows; one that is allowed allows those before it."""
 
-    SINGLE = 0  # for models whose layers carry a state along a row: what stands behind a sequence would see it
+    # for models whose layers carry a state along a row: what stands behind a sequence would see it
+    SINGLE = 0
     PACKED = 1  # side by side
     SHARED = 2  # and a prompt once for several of its completions
 
@@ -46,9 +48,11 @@ class TrainSequence:
     has in memory once it asks for `tokens`, `scored` or `rollout_logprobs`.
     """
 
-    prompt: np.ndarray  # tokens at its beginning, none of them scored, that others of its group have too
+    # tokens at its beginning, none of them scored, that others of its group have too
+    prompt: np.ndarray
     completion: np.ndarray  # the tokens behind it
-    loss_mask: np.ndarray  # of the completion; never 1 at the first token of all, which is predicted by nothing
+    # of the completion; never 1 at the first token of all, which is predicted by nothing
+    loss_mask: np.ndarray
     logprobs: np.ndarray  # of the completion, recorded while sampling; empty for SFT
     num_scored: int
     row: int = 0  # of the batch

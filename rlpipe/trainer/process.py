@@ -65,7 +65,8 @@ class TrainerOptions(BaseModel, frozen=True):
     work_dir: str  # scratch on local disk, shared by the ranks of a node
     dtype: str = "float32"
     trainer: TrainerConfig = TrainerConfig()
-    silent_s_max: float = 120.0  # a rank that gives no sign of life for so long is lost, and the gang with it
+    # a rank that gives no sign of life for so long is lost, and the gang with it
+    silent_s_max: float = 120.0
 
 
 def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
@@ -137,7 +138,8 @@ class GangProcess:
         )
         try:
             return await self._until_ready(self._service.start)
-        except TrainerError:  # a retry starts anew: the port that was free may be somebody else's by now
+        except TrainerError:
+            # a retry starts anew: the port that was free may be somebody else's by now
             await self.close()
             self._service = None
             raise
@@ -294,7 +296,8 @@ class GangService:
             status, answer = await Peer(replace(self.registration.record, url=self._gang.url)).call("GET", "/status")
         except ConnectionError:
             return 0.0
-        return answer["idle_s"] if status == 200 else 0.0  # one that has lost a node says that, and ends
+        # one that has lost a node says that, and ends
+        return answer["idle_s"] if status == 200 else 0.0
 
     async def close(self) -> None:
         if self._gang is not None:

@@ -137,7 +137,8 @@ class Fetches:
                     log.warning(
                         "an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S
                     )
-                    self.going.clear()  # of a node that is gone nothing is heard for long: it holds up no other upload
+                    # of a node that is gone nothing is heard for long: it holds up no other upload
+                    self.going.clear()
                     return
                 quiet_s = QUIET_S
 

@@ -44,7 +44,8 @@ TOKEN_SUMS = (
     "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
     "importance_clipped_fraction", "onpolicy_abs", "reference_abs",
 )  # fmt: skip
-FIRST_STEP = ("onpolicy_abs", "reference_abs")  # what is 0 before any update, and means nothing after
+# what is 0 before any update, and means nothing after
+FIRST_STEP = ("onpolicy_abs", "reference_abs")
 STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOKEN_SUMS if name not in FIRST_STEP))
 
 
@@ -257,7 +258,8 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         proximal_BT = own_BT if given_BT is None else given_BT
         # of the weights that the iteration started from, unless they have moved
         start_BT = own_BT if by_engine else proximal_BT
-        # those that nobody recorded: their tokens are trained as if the policy before the first step had sampled them
+        # those that nobody recorded: their tokens are trained as if the policy before
+        # the first step had sampled them
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
         gaps.add(microbatch, start_BT, recorded_BT & (not (by_engine and moved)))

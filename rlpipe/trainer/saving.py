@@ -97,7 +97,8 @@ class PolicyWriter:
         the records of all files, and metrics.
         """
         frames = [frame for file in self._files for frame in file.frames]
-        base = self._base if frames else {}  # for the small files alone no policy is bound to another
+        # for the small files alone no policy is bound to another
+        base = self._base if frames else {}
         for name, data in documents.items():
             digest = hashlib.sha256(data).hexdigest()
             if name in base and (base[name].bytes, base[name].sha256) == (len(data), digest):

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 LONG = (200, 150, 40, 9)  # of more than one block of flex_attention
 PROMPT = 11  # that they share
 assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
-# arithmetic in another order stays below: far for one text computed in two shapes, near for one shape with other tokens elsewhere in it,
-# which changes nothing but how many tokens an expert has
+# arithmetic in another order stays below: far for one text computed in two shapes, near for one
+# shape with other tokens elsewhere in it, which changes nothing but how many tokens an expert has
 FAR = {"float32": 1e-4, "bfloat16": 0.3}
 FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
 # of the whole gradient's norm: a wrong one is about as far as it is long
@@ -107,7 +107,8 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
     far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
     if not far <= FAR_GRADIENT[gang.options.dtype]:
         raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(gang)}")
-    # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding costs more than the mask
+    # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding
+    # costs more than the mask
     return Rows.SINGLE if gang.device.type == "cuda" else rows
 
 
@@ -144,7 +145,8 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
 
 
 def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
-    """With flex_attention from here on, how sequences may be put into rows; and why it will not do."""
+    """With flex_attention from here on, how sequences may be put
+    into rows; and why it will not do."""
     lm, rows, fault, first = policy.lm, Rows.SINGLE, "", list[TrainSequence]()
     try:
         if own := other_windows(lm.config):
@@ -199,8 +201,8 @@ def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
 
 
 def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
-    """|gradient by the attention in use - gradient by the model's own attention of whole rows| / |the latter|, of such rows, which have several
-    blocks; 0 for a policy that is not trained."""
+    """|gradient by the attention in use - gradient by the model's own attention of whole rows| /
+    |the latter|, of such rows, which have several blocks; 0 for a policy that is not trained."""
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts = [sequence(length, vocab_size, 0) for length in LONG]
     if not any(parameter.requires_grad for parameter in policy.parameters()):
@@ -253,8 +255,8 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
         single, aside = tried(policy, texts, others, Rows.SINGLE, device)
         packed, leak = tried(policy, texts, others, Rows.PACKED, device)
         changed = row_logprobs(policy, later, Rows.SINGLE, device, padding=vocab_size // 2)
-        # on a GPU rows hold one sequence, but with flex_attention; and layers that count places in a row, not positions, would not show in
-        # short texts
+        # on a GPU rows hold one sequence, but with flex_attention; and layers that count places in
+        # a row, not positions, would not show in short texts
         shareable = (device.type == "cpu" or uses_flex(policy.lm)) and not other_windows(policy.lm.config)
         shared, branch_leak = _prove_shared(policy, texts, others, device) if shareable else (math.inf, math.inf)
     return Proof(

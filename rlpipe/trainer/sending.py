@@ -94,7 +94,8 @@ class Sending:
                         with gang.together():
                             if group is not None:
                                 group.broadcast([*sent.values()])
-                        if gang.by_node(index) == gang.rank:  # who writes that file when it is saved
+                        # who writes that file when it is saved
+                        if gang.by_node(index) == gang.rank:
                             own |= {name: copies.copy(tensor) for name, tensor in sent.items()}
                 if own:
                     hashed.append(threads.submit(file_of, file, own))

@@ -17,7 +17,8 @@ from rlpipe.models.causal import empty_model
 from rlpipe.report.plan_cost import Speed
 from rlpipe.trainer.model import PolicyModel
 
-LAYERS = (1, 3)  # of the two models that are timed: what a layer takes is half of what they differ by
+# of the two models that are timed: what a layer takes is half of what they differ by
+LAYERS = (1, 3)
 BYTES_MAX = 4 << 30  # of the larger one's weights and gradients
 TIMED = 3  # passes, after one that is not counted
 ENOUGH_S = 2.0  # of one kind of pass

@@ -26,7 +26,8 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
 
-# (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the same names every time)
+# (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the
+# same names every time)
 LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -83,7 +84,11 @@ class Resident:
         not reach (a tower for images).
         """
         return [
-            (torch.zeros_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local())  # pyright: ignore[reportAttributeAccessIssue]
+            (
+                torch.zeros_like(parameter.to_local())  # pyright: ignore[reportAttributeAccessIssue]
+                if parameter.grad is None
+                else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            )
             for _, parameter in self.policy.trained()
         ]
 
@@ -200,7 +205,9 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
     """
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
     assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    policy.reshard()  # frees what is unsharded without a backward pass: it would go stale with the next optimizer step
+    # frees what is unsharded without a backward pass: it would go
+    # stale with the next optimizer step
+    policy.reshard()
     return logprobs
 
 
@@ -221,7 +228,8 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
     totals: Tensor | None = None
     for microbatch in batch.microbatches:
         loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
-        # every gradient is reduced at once: kept whole until the last microbatch it would take 4 bytes a parameter on each rank
+        # every gradient is reduced at once: kept whole until the last microbatch it would take 4
+        # bytes a parameter on each rank
         (loss * gang.size).backward()
         names = ["loss", *sums]
         part_sums = torch.stack([loss, *sums.values()]).detach().double()
@@ -236,7 +244,9 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
             f"{settings.address}: loss {result['loss']}, gradient norm {result['grad_norm']}; no update was made"
         )
     if result["grad_norm"] > settings.optimizer.grad_clip:
-        torch._foreach_mul_(gradients, settings.optimizer.grad_clip / result["grad_norm"])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, settings.optimizer.grad_clip / result["grad_norm"]
+        )
     rate = learning_rate(settings.optimizer, settings.step)
     resident.apply(gradients, rate, settings.optimizer)
     return result | {"learning_rate": rate}

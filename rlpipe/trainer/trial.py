@@ -72,7 +72,10 @@ class ModelTrial(TypedDict):
 
 
 class TrialOfModel(TypedDict):
-    """The answer. `sizes` and `speed`: the fields of ModelSizes and Speed, or why there is no speed."""
+    """The answer.
+
+    `sizes` and `speed`: the fields of ModelSizes and Speed, or why there is no speed.
+    """
 
     num_parameters: int
     rows: str

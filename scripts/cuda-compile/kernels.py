@@ -1,6 +1,8 @@
-"""The kernels of rlpipe/models/flex.py and rlpipe/algorithms/fused_scores.py as a card would get them, made where there is none: `make test-cuda-compile`.
+"""The kernels of rlpipe/models/flex.py and rlpipe/algorithms/fused_scores.py as a card would get
+them, made where there is none: `make test-cuda-compile`.
 
-A process for each card; it prints a table of shared memory, and ends with 1 where a kernel is not made, or one does not fit that should.
+A process for each card; it prints a table of shared memory, and ends with 1 where a kernel is not
+made, or one does not fit that should.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def of_card(name: str, chosen: list[Case]) -> int:
         warnings.filterwarnings("ignore", message)
     torch.use_deterministic_algorithms(True)  # as the trainer
     made, limit, faults = play(CARDS[name]), CARDS[name].shared_max, 0
-    flex.flex_attention = flex.compiled()  # pyright: ignore[reportAttributeAccessIssue]  # what `attend` takes for tensors of a CPU
+    # what `attend` takes for tensors of a CPU
+    flex.flex_attention = flex.compiled()  # pyright: ignore[reportAttributeAccessIssue]
     for case in chosen:
         made.clear()
         with fresh_cache():
@@ -144,7 +147,8 @@ def line(kernel: Kernel, limit: int) -> str:
 
 
 def table(made: list[dict[str, Any]]) -> str:
-    """Of each card, dtype and head_dim the most shared memory of a forward and of a backward kernel, in KiB, bold where it does not fit."""
+    """Of each card, dtype and head_dim the most shared memory of a forward and of a backward
+    kernel, in KiB, bold where it does not fit."""
     columns = sorted({(one["case"]["dtype"], one["case"]["head_dim"]) for one in made})
     lines = ["| card | has | " + " | ".join(f"{dtype}, {head_dim}" for dtype, head_dim in columns) + " |"]
     lines.append("|---" * (len(columns) + 2) + "|")

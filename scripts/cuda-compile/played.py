@@ -1,4 +1,5 @@
-"""A CUDA card that is not there: torch's compiler takes tensors of the CPU for the card's and makes its kernels, which are kept and not run.
+"""A CUDA card that is not there: torch's compiler takes tensors of the CPU for the card's and makes
+its kernels, which are kept and not run.
 
 Imported before torch, which asks once for CUDA's bookkeeping: played.cpp is that.
 """
@@ -21,7 +22,8 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What torch's compiler asks of a card; `shared_max` bytes of shared memory may be had by one block of threads."""
+    """What torch's compiler asks of a card; `shared_max` bytes of shared memory may
+    be had by one block of threads."""
 
     major: int
     minor: int
@@ -90,7 +92,8 @@ DEVICE = torch.device("cuda", 0)
 
 
 def play(card: Card) -> list[Kernel]:
-    """From here on this process has that card; every kernel that is made is appended to the list."""
+    """From here on this process has that card; every kernel that
+    is made is appended to the list."""
     _play_device(card)
     _play_triton(card)
     made: list[Kernel] = []
@@ -103,7 +106,8 @@ def play(card: Card) -> list[Kernel]:
         made.extend(_kernel(name, result.kernel, len(results)) for result in results)
 
     tuner._make_launchers = keep
-    tuner._dynamic_scale_rblock = lambda _tuned: None  # it asks the loaded kernels for their registers
+    # it asks the loaded kernels for their registers
+    tuner._dynamic_scale_rblock = lambda _tuned: None
     tuner.run = lambda *_given, **_named: None
     fake_tensor.init_gpu_context = lambda _device: None
     inductor.compile_threads = 1
@@ -127,7 +131,10 @@ def _kernel(name: str, kernel: Any, choices: int) -> Kernel:
 
 
 def _play_device(card: Card) -> None:
-    """What torch says of the device. Where torch makes a tensor on it, memory of the CPU is taken."""
+    """What torch says of the device.
+
+    Where torch makes a tensor on it, memory of the CPU is taken.
+    """
     properties = SimpleNamespace(
         name=card.example, major=card.major, minor=card.minor, multi_processor_count=card.multiprocessors, warp_size=32,
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,

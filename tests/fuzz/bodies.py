@@ -1,4 +1,5 @@
-"""JSON bodies with one thing wrong: every place of a good body with every odd value, and bytes that are no JSON."""
+"""JSON bodies with one thing wrong: every place of a good body with every odd
+value, and bytes that are no JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 ODD: dict[str, str] = {  # as JSON text: some of it no parser of ours may take
-    "null": "null", "true": "true", "minus one": "-1", "a fraction": "1.5", "a huge number": "1" + "0" * 400, "beyond floats": "1e999",
-    "NaN": "NaN", "empty text": '""', "text": '"x"', "long text": '"' + "x" * 100_000 + '"', "a zero byte": '"a\\u0000b"',
-    "half a character": '"\\ud800"', "a path upward": '"../../x"', "an empty list": "[]", "a list of null": "[null]", "lists": "[[[[]]]]",
+    "null": "null", "true": "true", "minus one": "-1", "a fraction": "1.5",
+    "a huge number": "1" + "0" * 400, "beyond floats": "1e999",
+    "NaN": "NaN", "empty text": '""', "text": '"x"', "long text": '"' + "x" * 100_000 + '"',
+    "a zero byte": '"a\\u0000b"',
+    "half a character": '"\\ud800"', "a path upward": '"../../x"', "an empty list": "[]",
+    "a list of null": "[null]", "lists": "[[[[]]]]",
     "an empty object": "{}", "an object": '{"a": {"b": null}}', "a deep list": "[" * 300 + "]" * 300,
 }  # fmt: skip
 NO_JSON: dict[str, bytes] = {
-    "nothing": b"", "an open brace": b"{", "brackets": b"[" * 100_000, "bytes": b"\xff\xfe", "text": b'"x"', "null": b"null", "a list": b"[]",
-    "a number": b"1" * 5000, "an empty object": b"{}", "unknown fields": b'{"a": 1}', "NaN": b"NaN", "XML": b"<a/>", "a form": b"a=1&b=2", "zeros": b"\0" * 100,
+    "nothing": b"", "an open brace": b"{", "brackets": b"[" * 100_000, "bytes": b"\xff\xfe", "text": b'"x"',
+    "null": b"null", "a list": b"[]",
+    "a number": b"1" * 5000, "an empty object": b"{}", "unknown fields": b'{"a": 1}', "NaN": b"NaN", "XML": b"<a/>",
+    "a form": b"a=1&b=2", "zeros": b"\0" * 100,
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A store with two runs and a fork, the ways in which a record of it can be damaged, and what is then asked of it."""
+"""A store with two runs and a fork, the ways in which a record of it can be
+damaged, and what is then asked of it."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ METRICS: dict[str, float] = {
     "rollout/num_tokens": 70, "train/mismatch_abs_mean": 0.0, "time/iteration_s": 1.0, "evaluation/words_greedy": 0.25,
 }  # fmt: skip
 RAW: dict[str, bytes] = {
-    "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "text": b'"text"', "a number": b"7", "an empty object": b"{}",
-    "binary": b"\xff\xfe\x00", "brackets": b"[" * 100_000, "NaN": b'{"schema_version": NaN}', "two objects": b"{}{}", "zeros": b"\0" * 64,
-    "a parquet file": b"PAR1....PAR1", "a key twice": b'{"run": "a", "run": "b"}', "a huge number": b'{"at": 1' + b"0" * 5000 + b"}",
+    "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "text": b'"text"',
+    "a number": b"7", "an empty object": b"{}",
+    "binary": b"\xff\xfe\x00", "brackets": b"[" * 100_000, "NaN": b'{"schema_version": NaN}',
+    "two objects": b"{}{}", "zeros": b"\0" * 64,
+    "a parquet file": b"PAR1....PAR1", "a key twice": b'{"run": "a", "run": "b"}',
+    "a huge number": b'{"at": 1' + b"0" * 5000 + b"}",
 }  # fmt: skip
 VALUES: dict[str, Any] = {
     "null": None,
@@ -43,28 +47,40 @@ VALUES: dict[str, Any] = {
 }
 NESTED: dict[str, list[tuple[str, Any]]] = {  # below the first level: (dotted place, value)
     "runs/a/run.json": [
-        ("config.run", "b"), ("config.run", "../b"), ("config.run", None), ("config.store", 5), ("config.rl", None), ("config.rl.num_iterations", "x"),
-        ("config.rl.no_such", 1), ("config.data", {}), ("config.data", [1]), ("config.sft.segment_steps", 0), ("libraries.torch", None),
+        ("config.run", "b"), ("config.run", "../b"), ("config.run", None), ("config.store", 5), ("config.rl", None),
+        ("config.rl.num_iterations", "x"),
+        ("config.rl.no_such", 1), ("config.data", {}), ("config.data", [1]), ("config.sft.segment_steps", 0),
+        ("libraries.torch", None),
     ],
     "runs/b/run.json": [
-        ("fork.run", "b"), ("fork.run", "../a"), ("fork.run", "nobody"), ("fork.run", None), ("fork.at", -7), ("fork.at", 10**9), ("fork.at", "1"),
+        ("fork.run", "b"), ("fork.run", "../a"), ("fork.run", "nobody"), ("fork.run", None), ("fork.at", -7),
+        ("fork.at", 10**9), ("fork.at", "1"),
         ("fork.redo", "zzz"), ("fork.redo", "train"), ("fork.redo", None), ("fork.more", 1),
     ],
     "runs/a/rl/00001/iteration.json": [
-        ("run", "b"), ("iteration", 0), ("metrics.rollout/reward_mean", None), ("metrics.rollout/reward_mean", "x"), ("artifacts.policy", None),
-        ("artifacts.policy.folder", "../../x"), ("artifacts.policy.folder", "runs/a/rl/00000/policy"), ("artifacts.policy.sha256", "0" * 64),
-        ("artifacts.policy.sha256", "x"), ("artifacts.batch.folder", "nowhere"), ("artifacts.prompts.folder", "runs/a"), ("best.reward", None),
-        ("best.iteration", "x"), ("curve", [[None, 1]]), ("ended_at", "yesterday"), ("ended_at", "2026-99-99T00:00:00"), ("state_iteration", 77),
+        ("run", "b"), ("iteration", 0), ("metrics.rollout/reward_mean", None), ("metrics.rollout/reward_mean", "x"),
+        ("artifacts.policy", None),
+        ("artifacts.policy.folder", "../../x"), ("artifacts.policy.folder", "runs/a/rl/00000/policy"),
+        ("artifacts.policy.sha256", "0" * 64),
+        ("artifacts.policy.sha256", "x"), ("artifacts.batch.folder", "nowhere"),
+        ("artifacts.prompts.folder", "runs/a"), ("best.reward", None),
+        ("best.iteration", "x"), ("curve", [[None, 1]]), ("ended_at", "yesterday"),
+        ("ended_at", "2026-99-99T00:00:00"), ("state_iteration", 77),
         ("weight_version", 9), ("artifacts", {}), ("metrics", {}),
     ],
     "runs/a/rl/00001/policy/manifest.json": [
-        ("run", "b"), ("phase", "sft"), ("iteration", 0), ("stage", "batch"), ("stage", "../x"), ("files", [{}]), ("files", [None]),
-        ("files", [{"name": "../x", "bytes": 1, "sha256": "0" * 64}]), ("inputs", {"batch": None}), ("inputs", {"batch": "0" * 64}),
-        ("files.0.name", "evil"), ("files.0.bytes", -1), ("files.0.bytes", "x"), ("files.0.sha256", "x"), ("files.0.sha256", None),
+        ("run", "b"), ("phase", "sft"), ("iteration", 0), ("stage", "batch"), ("stage", "../x"),
+        ("files", [{}]), ("files", [None]),
+        ("files", [{"name": "../x", "bytes": 1, "sha256": "0" * 64}]), ("inputs", {"batch": None}),
+        ("inputs", {"batch": "0" * 64}),
+        ("files.0.name", "evil"), ("files.0.bytes", -1), ("files.0.bytes", "x"),
+        ("files.0.sha256", "x"), ("files.0.sha256", None),
         ("ended_at", "yesterday"),
     ],
-    "runs/a/sft/00002/policy/manifest.json": [("ended_at", "yesterday"), ("started_at", ""), ("metrics", None), ("files", [])],
-    "runs/a/lease/000000.json": [("pid", 10**30), ("process_started", "x"), ("host", ""), ("beats", -1), ("released", "no")],
+    "runs/a/sft/00002/policy/manifest.json": [("ended_at", "yesterday"), ("started_at", ""),
+                                              ("metrics", None), ("files", [])],
+    "runs/a/lease/000000.json": [("pid", 10**30), ("process_started", "x"), ("host", ""),
+                                 ("beats", -1), ("released", "no")],
 }  # fmt: skip
 DOCUMENTS = list(NESTED)
 
@@ -83,7 +99,8 @@ class Damage:
 
 
 def make_store(store: Store) -> None:
-    """Run a: SFT and three iterations; b: forked from it, with one of its own; c: on its own, nothing is wrong with it."""
+    """Run a: SFT and three iterations; b: forked from it, with one of its own; c: on its own,
+    nothing is wrong with it."""
     run = create_or_continue(tiny(store, "rl.num_iterations=5"))
     commit_sft(run)
     commit_rl(run, range(3))
@@ -115,7 +132,10 @@ def _cut(key: str, share: float) -> Callable[[Path], object]:
 
 
 def _set(key: str, place: str, value: Any, seal: bool) -> Callable[[Path], object]:
-    """Another value in a document; with a seal that fits, or none, as older versions wrote it. `...` for a value: the field is away."""
+    """Another value in a document; with a seal that fits, or none, as older versions wrote it.
+
+    `...` for a value: the field is away.
+    """
 
     def do(store: Path) -> None:
         tree = json.loads((store / key).read_bytes())
@@ -190,9 +210,12 @@ def _places() -> Iterator[Damage]:
         yield Damage(folder, "away", _replace(folder, lambda _: None))
         yield Damage(folder, "a file", _replace(folder, lambda path: path.write_bytes(b"x")))
         yield Damage(folder, "empty", _replace(folder, Path.mkdir))
-    for key in ("runs/a/rl/x/iteration.json", "runs/a/rl/00009/iteration.json", "runs/a/rl/99999999999999/policy/manifest.json",
-                "runs/a/sft/odd/place/manifest.json", "runs/a/manifest.json", "runs/a/lease/999999999999999999999.json", "runs/a/lease/x.json",
-                "runs/a b/run.json", "runs/-x/run.json", "runs/d/run.json", "runs/x.json", "runs/a/services/trainer/node-0.json"):  # fmt: skip
+    for key in ("runs/a/rl/x/iteration.json", "runs/a/rl/00009/iteration.json",
+                "runs/a/rl/99999999999999/policy/manifest.json",
+                "runs/a/sft/odd/place/manifest.json", "runs/a/manifest.json", "runs/a/lease/999999999999999999999.json",
+                "runs/a/lease/x.json",
+                "runs/a b/run.json", "runs/-x/run.json", "runs/d/run.json", "runs/x.json",
+                "runs/a/services/trainer/node-0.json"):  # fmt: skip
         yield Damage(key, "put there", _foreign(key))
 
 

@@ -1,6 +1,9 @@
-"""Bad input that reaches a flow: a sample of every kind. What the command line says of it, and the state of its flow run on a server.
+"""Bad input that reaches a flow: a sample of every kind.
 
-`python -m tests.fuzz.flows FOLDER STORE EVERY`, in a process of its own, prints both of one case in EVERY, a line of JSON a case. PREFECT_API_URL names the server.
+What the command line says of it, and the state of its flow run on a server.
+
+`python -m tests.fuzz.flows FOLDER STORE EVERY`, in a process of its own, prints both of one case in
+EVERY, a line of JSON a case. PREFECT_API_URL names the server.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from tests.fuzz.damage import damaged, damages
 
 PRESETS = Path(cli.__file__).parent / "presets"
 CHANGES: list[tuple[str, Any]] = [
-    ("rl.no_such", 1), ("rl.group_size", 1), ("rl.group_size", 1.5), ("rl.clip_high", "x"), ("rl.rewards", {}), ("rl.estimator", "grop"), ("seed", -1),
-    ("model.hidden_size", 12), ("data.words.part", "some"), ("run", "../x"), ("store", "gs://b"), ("trainer.nodes", 2), ("data.words.source", "gone.jsonl"),
+    ("rl.no_such", 1), ("rl.group_size", 1), ("rl.group_size", 1.5), ("rl.clip_high", "x"), ("rl.rewards", {}),
+    ("rl.estimator", "grop"), ("seed", -1),
+    ("model.hidden_size", 12), ("data.words.part", "some"), ("run", "../x"), ("store", "gs://b"), ("trainer.nodes", 2),
+    ("data.words.source", "gone.jsonl"),
 ]  # fmt: skip
 ROWS = ("no prompt", "a number", "null", "half a character", "cut", "messages of text")
 # the others take a process of their own, and preflight with it the ten seconds of a case
@@ -37,7 +42,8 @@ FOLDERS = (
     "model.safetensors is cut to 50%",
     "an index that leads out",
 )
-RECORDS = ("a/run.json: is empty", "a/run.json: config.run='b'", "a/run.json: config.rl.no_such=1", "a/rl/00001/iteration.json: away",
+RECORDS = ("a/run.json: is empty", "a/run.json: config.run='b'", "a/run.json: config.rl.no_such=1",
+           "a/rl/00001/iteration.json: away",
            "a/run.json: cut to 50%", "a/run.json: is brackets")  # fmt: skip
 WAITS = "import time\ntime.sleep(600)\n"
 
@@ -51,7 +57,10 @@ class Asked(NamedTuple):
 
 
 def asked(folder: Path, store: Path) -> Iterator[Asked]:
-    """All of them, each with its damage done while it is looked at. `store`: one that `make_store` made."""
+    """All of them, each with its damage done while it is looked at.
+
+    `store`: one that `make_store` made.
+    """
     rows = folder / "rows.jsonl"
     good = b"".join(
         json.dumps({"prompt": f"What is {n} + 2?", "answer": f"{n + 2}"}).encode() + b"\n" for n in range(5)
@@ -100,7 +109,8 @@ def _toml(value: Any) -> str:
 
 
 async def on_the_server(asked: Asked) -> str:
-    """The message of the state of a flow run that is asked for it as the form of a deployment asks: read from the server."""
+    """The message of the state of a flow run that is asked for it as the form of a
+    deployment asks: read from the server."""
     flow: Any = post_train
     state = await flow(changes=asked.sets, config=read_config("tiny", [], PRESETS), return_state=True)
     async with get_client() as client:

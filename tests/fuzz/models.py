@@ -1,4 +1,5 @@
-"""A folder of a small real model, the ways in which it can be damaged, and how preflight looks at it."""
+"""A folder of a small real model, the ways in which it can be damaged,
+and how preflight looks at it."""
 
 from __future__ import annotations
 
@@ -27,42 +28,68 @@ from tests.engine_fixtures import tiny_model
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 WEIGHTS, SECRET = "model.safetensors", "../secret"
 RAW: dict[str, bytes] = {
-    "empty": b"", "cut": b'{"model_type": "qw', "a list": b"[]", "null": b"null", "text": b'"qwen3"', "binary": b"\xff\xfe\x00",
+    "empty": b"", "cut": b'{"model_type": "qw', "a list": b"[]", "null": b"null",
+    "text": b'"qwen3"', "binary": b"\xff\xfe\x00",
     "brackets": b"[" * 200_000, "a huge number": b'{"vocab_size": 1' + b"0" * 5000 + b"}", "zeros": b"\0" * 64,
 }  # fmt: skip
 CONFIG: dict[str, tuple[dict[str, Any], str]] = {  # name -> (fields of config.json, what is named)
-    "no type": ({"model_type": None}, "model_type"), "an unknown type": ({"model_type": "qwen9"}, "qwen9"), "a type of a number": ({"model_type": 5}, "model_type=5"),
-    "no causal model": ({"model_type": "t5"}, "t5"), "vision": ({"model_type": "vit"}, "vit"), "another family": ({"model_type": "llama"}, "q_norm.weight is unknown"),
-    "heads that do not divide": ({"num_attention_heads": 3}, ""), "no heads": ({"num_attention_heads": 0}, ""), "more key heads": ({"num_key_value_heads": 64}, ""),
-    "a head of nothing": ({"head_dim": 0}, ""), "an odd head": ({"head_dim": 15}, "head_dim"), "hidden of text": ({"hidden_size": "64"}, "hidden_size"),
-    "negative hidden": ({"hidden_size": -64}, "-64"), "another hidden": ({"hidden_size": 256}, "256"), "huge hidden": ({"hidden_size": 10**9}, "1000000000"),
-    "hidden beyond numbers": ({"hidden_size": 10**30}, ""), "more layers": ({"num_hidden_layers": 9, "layer_types": None}, "layers.4"),
-    "layers of another number": ({"num_hidden_layers": 9}, "num_hidden_layers"), "a million layers": ({"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers=1000000"),
-    "layers of text": ({"num_hidden_layers": "two"}, "num_hidden_layers"), "layers of no kind": ({"layer_types": ["x"] * 4}, "layer_types"),
-    "another width": ({"intermediate_size": 7}, "has the shape"), "another vocabulary": ({"vocab_size": 9}, ""), "no vocabulary": ({"vocab_size": 0}, ""),
-    "activation": ({"hidden_act": "no_such"}, "no_such"), "rope": ({"rope_parameters": {"rope_type": "no_such"}}, "no_such"), "rope of a list": ({"rope_parameters": []}, ""),
-    "an epsilon of text": ({"rms_norm_eps": "x"}, "rms_norm_eps"), "few positions": ({"max_position_embeddings": 100}, "100 positions"), "no positions": ({"max_position_embeddings": 0}, "0 positions"),
-    "soft caps": ({"final_logit_softcapping": 30.0, "model_type": "gemma2"}, ""), "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    "padding that is no token": ({"pad_token_id": 10**9}, ""), "tied or not": ({"tie_word_embeddings": "x"}, "tie_word_embeddings"),
+    "no type": ({"model_type": None}, "model_type"), "an unknown type": ({"model_type": "qwen9"}, "qwen9"),
+    "a type of a number": ({"model_type": 5}, "model_type=5"),
+    "no causal model": ({"model_type": "t5"}, "t5"), "vision": ({"model_type": "vit"}, "vit"),
+    "another family": ({"model_type": "llama"}, "q_norm.weight is unknown"),
+    "heads that do not divide": ({"num_attention_heads": 3}, ""), "no heads": ({"num_attention_heads": 0}, ""),
+    "more key heads": ({"num_key_value_heads": 64}, ""),
+    "a head of nothing": ({"head_dim": 0}, ""), "an odd head": ({"head_dim": 15}, "head_dim"),
+    "hidden of text": ({"hidden_size": "64"}, "hidden_size"),
+    "negative hidden": ({"hidden_size": -64}, "-64"), "another hidden": ({"hidden_size": 256}, "256"),
+    "huge hidden": ({"hidden_size": 10**9}, "1000000000"),
+    "hidden beyond numbers": ({"hidden_size": 10**30}, ""),
+    "more layers": ({"num_hidden_layers": 9, "layer_types": None}, "layers.4"),
+    "layers of another number": ({"num_hidden_layers": 9}, "num_hidden_layers"),
+    "a million layers": ({"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers=1000000"),
+    "layers of text": ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    "layers of no kind": ({"layer_types": ["x"] * 4}, "layer_types"),
+    "another width": ({"intermediate_size": 7}, "has the shape"), "another vocabulary": ({"vocab_size": 9}, ""),
+    "no vocabulary": ({"vocab_size": 0}, ""),
+    "activation": ({"hidden_act": "no_such"}, "no_such"),
+    "rope": ({"rope_parameters": {"rope_type": "no_such"}}, "no_such"), "rope of a list": ({"rope_parameters": []}, ""),
+    "an epsilon of text": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "few positions": ({"max_position_embeddings": 100}, "100 positions"),
+    "no positions": ({"max_position_embeddings": 0}, "0 positions"),
+    "soft caps": ({"final_logit_softcapping": 30.0, "model_type": "gemma2"}, ""),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    "padding that is no token": ({"pad_token_id": 10**9}, ""),
+    "tied or not": ({"tie_word_embeddings": "x"}, "tie_word_embeddings"),
 }  # fmt: skip
 LOOP, FULL = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ 'x' * 10**10 }}"
 CALLS_ITSELF = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
 TOKENIZER: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> (file, its fields, what is named)
-    "no model": ("tokenizer.json", {"model": None}, "tokenizer"), "a model of text": ("tokenizer.json", {"model": "BPE"}, "tokenizer"),
+    "no model": ("tokenizer.json", {"model": None}, "tokenizer"),
+    "a model of text": ("tokenizer.json", {"model": "BPE"}, "tokenizer"),
     "an unknown model": ("tokenizer.json", {"model": {"type": "Nope", "vocab": {}}}, "tokenizer"),
     "a vocabulary of lists": ("tokenizer.json", {"model": {"type": "BPE", "vocab": [1, 2], "merges": []}}, "tokenizer"),
-    "no vocabulary": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "eos_token"),
-    "added tokens of text": ("tokenizer.json", {"added_tokens": "x"}, "tokenizer"), "an unknown decoder": ("tokenizer.json", {"decoder": {"type": "Nope"}}, "tokenizer"),
-    "an end that is no token": ("tokenizer_config.json", {"eos_token": "<|nope|>"}, "eos_token"), "no end": ("tokenizer_config.json", {"eos_token": None}, "eos_token"),
-    "an end of a number": ("tokenizer_config.json", {"eos_token": 3}, "eos_token"), "padding that is no token": ("tokenizer_config.json", {"pad_token": "<|nope|>"}, "pad_token"),
-    "a template of a number": ("tokenizer_config.json", {"chat_template": 5}, "chat_template"), "templates of another form": ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template"),
-    "no template": ("tokenizer_config.json", {"chat_template": ""}, "chat template"), "a template that does not parse": ("tokenizer_config.json", {"chat_template": "{% for %}"}, "chat_template"),
-    "a template that raises": ("tokenizer_config.json", {"chat_template": "{{ raise_exception('no') }}"}, "chat template"),
+    "no vocabulary": ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+                      "eos_token"),
+    "added tokens of text": ("tokenizer.json", {"added_tokens": "x"}, "tokenizer"),
+    "an unknown decoder": ("tokenizer.json", {"decoder": {"type": "Nope"}}, "tokenizer"),
+    "an end that is no token": ("tokenizer_config.json", {"eos_token": "<|nope|>"}, "eos_token"),
+    "no end": ("tokenizer_config.json", {"eos_token": None}, "eos_token"),
+    "an end of a number": ("tokenizer_config.json", {"eos_token": 3}, "eos_token"),
+    "padding that is no token": ("tokenizer_config.json", {"pad_token": "<|nope|>"}, "pad_token"),
+    "a template of a number": ("tokenizer_config.json", {"chat_template": 5}, "chat_template"),
+    "templates of another form": ("tokenizer_config.json", {"chat_template": [{"x": 1}]}, "chat_template"),
+    "no template": ("tokenizer_config.json", {"chat_template": ""}, "chat template"),
+    "a template that does not parse": ("tokenizer_config.json", {"chat_template": "{% for %}"}, "chat_template"),
+    "a template that raises": ("tokenizer_config.json",
+                               {"chat_template": "{{ raise_exception('no') }}"}, "chat template"),
     "a template that divides by zero": ("tokenizer_config.json", {"chat_template": "{{ 1 / 0 }}"}, "chat template"),
-    "a template of missing things": ("tokenizer_config.json", {"chat_template": "{{ messages[9].content.x }}"}, "chat template"),
-    "a template that adds text and numbers": ("tokenizer_config.json", {"chat_template": "{{ 1 + 'a' }}"}, "chat template"),
+    "a template of missing things": ("tokenizer_config.json",
+                                     {"chat_template": "{{ messages[9].content.x }}"}, "chat template"),
+    "a template that adds text and numbers": ("tokenizer_config.json",
+                                              {"chat_template": "{{ 1 + 'a' }}"}, "chat template"),
     "a template that calls itself": ("tokenizer_config.json", {"chat_template": CALLS_ITSELF}, "chat template"),
-    "a template that reaches out": ("tokenizer_config.json", {"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat template"),
+    "a template that reaches out": ("tokenizer_config.json",
+                                    {"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat template"),
     "a template that never ends": ("tokenizer_config.json", {"chat_template": LOOP}, "chat template"),
     "a template that takes all memory": ("tokenizer_config.json", {"chat_template": FULL}, "MemoryError"),
 }  # fmt: skip
@@ -235,7 +262,8 @@ def look_at_tokenizer(folder: Path) -> None:
 
 
 def look_at(folder: Path, damage: Damage) -> None:
-    """All that preflight looks at in a folder; what only a process of its own can stop is looked at in one."""
+    """All that preflight looks at in a folder; what only a process of its
+    own can stop is looked at in one."""
     look_at_model(folder)
     if not damage.name.endswith(HEAVY):
         look_at_tokenizer(folder)

@@ -1,4 +1,5 @@
-"""Every field of the config with every odd value: refused by one line that names the field, or a config that the store can keep."""
+"""Every field of the config with every odd value: refused by one line that names the field, or a
+config that the store can keep."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ from rlpipe.store.backend import open_store
 
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 ODD = [
-    "nan", "inf", "-inf", "-1", "0", "1e300", "1e-300", str(10**21), "''", "'text'", "true", "[]", "[[]]", "{}", "[nan]", "{a = nan}",
-    "{a = {b = inf}}", "none", "'\\u0000'", "'" + "x" * 100_000 + "'", "2024-01-01", f"[{10**30}]", "'../..'", "'$(id)'", "9007199254740993",
+    "nan", "inf", "-inf", "-1", "0", "1e300", "1e-300", str(10**21), "''", "'text'", "true",
+    "[]", "[[]]", "{}", "[nan]", "{a = nan}",
+    "{a = {b = inf}}", "none", "'\\u0000'", "'" + "x" * 100_000 + "'", "2024-01-01", f"[{10**30}]", "'../..'",
+    "'$(id)'", "9007199254740993",
 ]  # fmt: skip
 
 
@@ -65,12 +68,18 @@ def test_every_field_takes_or_refuses_every_odd_value_by_name(section: str) -> N
 
 
 CASES = {
-    "rl.clip_high=inf": "rl.clip_high", "evaluation.pass_threshold=nan": "evaluation.pass_threshold", "data.words.weight=inf": "data.words.weight",
-    "rl.num_iterations=1000000000000000000000": "rl.num_iterations", "model.num_heads=3": "model.hidden_size", "model.hidden_size=12": "model.hidden_size",
-    "model.num_kv_heads=3": "model.num_heads", "rl.filters={nonzero_std = nan}": "rl.filters.nonzero_std", "rl.rewards={exact = inf}": "rl.rewards.exact",
-    "rl.reward_args={exact = {a = nan}}": "rl.reward_args.exact.a", "data.words.args={seed = 99999999999999999999}": "args.seed",
-    "rl.reward_timeout_s=1e9": "rl.reward_timeout_s", "rl.temperature=1e-9": "rl.temperature", "stop.kl_max=inf": "stop.kl_max",
-    "engines.progress_timeout_s=nan": "engines.progress_timeout_s", "rl.kl_coef=inf": "rl.kl_coef", "run=../x": "run", "run=.": "run", "run=-x": "run",
+    "rl.clip_high=inf": "rl.clip_high", "evaluation.pass_threshold=nan": "evaluation.pass_threshold",
+    "data.words.weight=inf": "data.words.weight",
+    "rl.num_iterations=1000000000000000000000": "rl.num_iterations", "model.num_heads=3": "model.hidden_size",
+    "model.hidden_size=12": "model.hidden_size",
+    "model.num_kv_heads=3": "model.num_heads", "rl.filters={nonzero_std = nan}": "rl.filters.nonzero_std",
+    "rl.rewards={exact = inf}": "rl.rewards.exact",
+    "rl.reward_args={exact = {a = nan}}": "rl.reward_args.exact.a",
+    "data.words.args={seed = 99999999999999999999}": "args.seed",
+    "rl.reward_timeout_s=1e9": "rl.reward_timeout_s", "rl.temperature=1e-9": "rl.temperature",
+    "stop.kl_max=inf": "stop.kl_max",
+    "engines.progress_timeout_s=nan": "engines.progress_timeout_s", "rl.kl_coef=inf": "rl.kl_coef", "run=../x": "run",
+    "run=.": "run", "run=-x": "run",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""Bad and odd input of every kind, some two and a half thousand cases: each ends in ten seconds, in one line that names what is wrong, and
-nothing is written; a flow run says the same line. The cases are in cases.py, damage.py, models.py, bodies.py and flows.py; how many there
-are of each kind, and which was slowest, is printed."""
+"""Bad and odd input of every kind, some two and a half thousand cases: each ends in ten seconds, in
+one line that names what is wrong, and nothing is written; a flow run says the same line. The cases
+are in cases.py, damage.py, models.py, bodies.py and flows.py; how many there are of each kind, and
+which was slowest, is printed."""
 
 from __future__ import annotations
 
@@ -188,10 +189,12 @@ def _faults(store: Path) -> Iterator[object]:
 ENGINE: dict[str, dict[str, Any]] = {
     "/generate": {
         "input_ids": [[5, 6, 7]], "return_logprob": True, "logprob_start_len": 0, "rid": ["a"],
-        "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "stop_token_ids": [3], "sampling_seed": 7, "n": 1,
+        "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5,
+                            "stop_token_ids": [3], "sampling_seed": 7, "n": 1,
                             "ignore_eos": False, "min_new_tokens": 1},
     },
-    "/pause_generation": {"mode": "retract"}, "/continue_generation": {}, "/abort_request": {"rid": "a", "abort_all": False}, "/flush_cache": {},
+    "/pause_generation": {"mode": "retract"}, "/continue_generation": {},
+    "/abort_request": {"rid": "a", "abort_all": False}, "/flush_cache": {},
     "/update_weights_from_disk": {"model_path": "", "weight_version": "3"}, "/weights_checker": {"action": "checksum"},
 }  # fmt: skip
 
@@ -240,7 +243,8 @@ JSON = st.recursive(
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(body=st.fixed_dictionaries({}, optional=dict.fromkeys([*ENGINE["/generate"], "x"], JSON)), sampling=st.dictionaries(
+@given(body=st.fixed_dictionaries({}, optional=dict.fromkeys([*ENGINE["/generate"], "x"], JSON)),
+       sampling=st.dictionaries(
     st.sampled_from([*ENGINE["/generate"]["sampling_params"]]), JSON))  # fmt: skip
 def test_any_body_of_generate(scheduler: Scheduler, body: dict[str, Any], sampling: dict[str, Any]) -> None:
     for tree in (body, {**ENGINE["/generate"], "sampling_params": {"max_new_tokens": 1, **sampling}}):
@@ -255,8 +259,10 @@ def test_any_body_of_generate(scheduler: Scheduler, body: dict[str, Any], sampli
 
 def test_bodies_to_the_trainer() -> None:
     ref = ArtifactRef("runs/a/rl/00001/batch/round-0", "0" * 64)
-    good = [("load", world.load_new()), ("load", world.load_ref("p", "state", ref)), ("train", world.train("p", "q", "rl", ref)),
-            ("train", world.train("p", "q", "sft", ref)), ("save", world.save("p", "runs/a/rl/00001/policy", "runs/a/rl/00001/state"))]  # fmt: skip
+    good = [("load", world.load_new()), ("load", world.load_ref("p", "state", ref)),
+            ("train", world.train("p", "q", "rl", ref)),
+            ("train", world.train("p", "q", "sft", ref)),
+            ("save", world.save("p", "runs/a/rl/00001/policy", "runs/a/rl/00001/state"))]  # fmt: skip
     for kind, each in good:
         check_place(job_of(kind, json.dumps(each).encode()), "a")
         for body in bodies(f"/{kind}", each):
@@ -316,5 +322,6 @@ def test_the_state_of_a_flow_run_says_what_the_command_line_says(
         timed.ended(f"flow runs: {kind}", name, took_s)
     assert [each for each in told if each[3].rstrip(".") not in each[4]] == [] and len(told) >= 30 // every
     assert {kind for kind, *_ in told} == {"config", "functions", "data", "model folders", "stores"}
-    # of an announcement, which a preflight of more than ten seconds makes and withdraws, the store's own folder stays
+    # of an announcement, which a preflight of more than ten seconds makes and withdraws, the
+    # store's own folder stays
     assert contents(store) == before and not [*(tmp_path / "empty").rglob("*")]

@@ -1,4 +1,5 @@
-"""Documents that a later version of rlpipe wrote into a store: each command and page works, or says in one line which file needs a newer one."""
+"""Documents that a later version of rlpipe wrote into a store: each command and page works, or says
+in one line which file needs a newer one."""
 
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ LATER: dict[str, Callable[[JsonDict], Any]] = {
 }
 OF_A_CONFIG = [name for name in LATER if "config" in name or "setting" in name]
 DOCUMENTS = ("start.json", "lease/000000.json", "rl/00001/iteration.json", "rl/00001/batch/round-0/manifest.json",
-             "rl/00001/policy/manifest.json", "rl/00000/policy/pruned.json", "base/evaluation/manifest.json")  # fmt: skip
-COMMANDS = (["runs"], ["show", "a"], ["verify", "a"], ["gc", "a", "--delete"], ["sql", "select * from artifacts"], ["compare", "a", "s"],
+             "rl/00001/policy/manifest.json", "rl/00000/policy/pruned.json",
+             "base/evaluation/manifest.json")  # fmt: skip
+COMMANDS = (["runs"], ["show", "a"], ["verify", "a"], ["gc", "a", "--delete"],
+            ["sql", "select * from artifacts"], ["compare", "a", "s"],
             ["files", "a", "policy"])  # fmt: skip
 
 
@@ -50,7 +53,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = open_existing(store, "a")
     record_start(store, run.config)
     lease.acquire(store, run.root).release()
-    pruned = {"run": "a", "iteration": 0, "stage": "policy", "bytes": 1, "state_iteration": -1, "command": "", "host": "h", "pid": 1,
+    pruned = {"run": "a", "iteration": 0, "stage": "policy", "bytes": 1, "state_iteration": -1,
+              "command": "", "host": "h", "pid": 1,
               "began_at": "", "finished": True}  # fmt: skip
     store.put("runs/a/rl/00000/policy/pruned.json", canonical_json(pruned | {SEAL: sha256_of(pruned)}))
     return folder / "store"
@@ -67,7 +71,8 @@ def with_document(root: Path, key: str, tree: Any) -> None:
 
 
 def faults_of(root: Path, key: str) -> Iterator[str]:
-    """What a page or a command does that is neither right nor one line with the file and what it needs."""
+    """What a page or a command does that is neither right nor one line
+    with the file and what it needs."""
     pages = TestClient(
         view_app(open_store(f"file://{root}")), base_url="http://127.0.0.1", raise_server_exceptions=True
     )
@@ -109,7 +114,8 @@ def test_a_document_of_a_later_version_is_named_and_hides_no_other_run(whole: Pa
     assert faults == [], "\n".join(faults)
 
 
-@pytest.mark.parametrize("key", ["summary.json", "votes/00000.json", "rl/00001/notes.json", "rl/00001/policy/signature.json",
+@pytest.mark.parametrize("key",
+                         ["summary.json", "votes/00000.json", "rl/00001/notes.json", "rl/00001/policy/signature.json",
                                  "rl/00001/rollouts/round-0/index.json"])  # fmt: skip
 def test_gc_deletes_nothing_beside_a_document_that_it_does_not_know(whole: Path, tmp_path: Path, key: str) -> None:
     root = tmp_path / "store"

@@ -1,4 +1,5 @@
-"""Every page of the view over files with right hashes and wrong columns, and over documents with wrong values: a page, or one line that names the file."""
+"""Every page of the view over files with right hashes and wrong columns, and over documents with
+wrong values: a page, or one line that names the file."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def with_column(data: bytes, name: str, wrong: Any, only_null: bool = False) -> 
 
 
 def replace_file(root: Path, path: Path, data: bytes) -> None:
-    """Puts a data file in the place of another, with the right hashes in its manifest, and of that wherever it is named."""
+    """Puts a data file in the place of another, with the right hashes in its manifest,
+    and of that wherever it is named."""
     path.write_bytes(data)
     manifest = path.parent.parent / "manifest.json"
     tree = json.loads(manifest.read_bytes())

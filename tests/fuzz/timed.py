@@ -1,4 +1,5 @@
-"""What holds for every case of every kind: it ends in time, and what refuses it is a line for each fault. Counts them by kind."""
+"""What holds for every case of every kind: it ends in time, and what refuses it is a line for each
+fault. Counts them by kind."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 from rlpipe.base.errors import UserError
 
-CASE_S, LINE_CHARS_MAX = 10.0, 1500  # seconds of the processor: how busy the machine is does not matter
+# seconds of the processor: how busy the machine is does not matter
+CASE_S, LINE_CHARS_MAX = 10.0, 1500
 counted: Counter[str] = Counter()
 slowest: dict[str, tuple[float, str]] = {}
 

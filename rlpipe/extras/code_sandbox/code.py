@@ -218,7 +218,8 @@ def _pair(given: Any, expected: Any, function: str | None) -> CodeTest:
     if function is None:
         stdin = _text(given)
         return CodeTest(("stdin", stdin), _text(expected), len(stdin))
-    if isinstance(given, str):  # one JSON value a line, and the result as JSON (PRIME, LiveCodeBench)
+    # one JSON value a line, and the result as JSON (PRIME, LiveCodeBench)
+    if isinstance(given, str):
         given, expected = [json.loads(line) for line in given.split("\n") if line.strip()], _parsed(expected)
     elif isinstance(given, list) and given and isinstance(given[0], dict) and all(map(INTEGER.fullmatch, given[0])):
         given = [{int(key): value for key, value in given[0].items()}, *given[1:]]  # JSON has made texts of them (APPS)

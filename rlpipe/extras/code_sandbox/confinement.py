@@ -39,7 +39,8 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 
-FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights on files a version knows; 16 from version 5 on
+# how many rights on files a version knows; 16 from version 5 on
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, list a folder
 TCP = 3
 
@@ -48,20 +49,26 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 DENIED = {
     "socket": (41, 198),  # network, and the sockets of local daemons
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191),
     "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
     "mq_open": (240, 180), "mq_unlink": (241, 181),  # these and the ones above outlive their makers
     "memfd_create": (319, 279),  # memory that RLIMIT_AS does not count
     "truncate": (76, 45),  # by path, which Landlock sees from version 3 on; ftruncate stays
-    "unshare": (272, 97), "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "unshare": (272, 97), "open_by_handle_at": (304, 265), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "inotify_add_watch": (254, 27),
 }  # fmt: skip
-# What acts on everything that the same user has, and Landlock does not see: without a uid of its own it answers 0 and does nothing
+# What acts on everything that the same user has, and Landlock does not see: without a uid of its
+# own it answers 0 and does nothing
 PRETENDED = {
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1),
     "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "setpriority": (141, 140), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
 }  # fmt: skip
 # (number, argument, mask, value): denied unless the argument's low half, masked, has the value
@@ -71,7 +78,8 @@ RESTRICTED = [
     ((53, 199), 1, 0xF, 1),  # and of SOCK_STREAM: a pair of datagram sockets sends to any daemon's
     ((302, 261), 0, 0xFFFFFFFF, 0),  # prlimit64 of itself
 ]
-FIRST_UNKNOWN = 424  # newer calls, and those of the x32 ABI, do not exist here: Python and libc fall back
+# newer calls, and those of the x32 ABI, do not exist here: Python and libc fall back
+FIRST_UNKNOWN = 424
 EPERM, ENOSYS = 1, 38
 FILTER_MAX = 4096  # instructions
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -94,7 +102,8 @@ TRIAL_LIMITS = ProgramLimits(time_s=10.0, total_s=10.0, memory_mb=512, processes
 # tries what no program may do, with a module that only the interpreter's folder has
 TRIAL = """
 import colorsys, contextlib, os, socket
-tried = {"open a socket": socket.socket, "read other files": lambda: os.listdir("/proc"), "signal others": lambda: os.kill(os.getppid(), 0)}
+tried = {"open a socket": socket.socket, "read other files": lambda: os.listdir("/proc"), \
+"signal others": lambda: os.kill(os.getppid(), 0)}
 for name, act in tried.items():
     with contextlib.suppress(OSError):
         act()
@@ -169,7 +178,8 @@ def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
             MS_NOSUID | MS_NODEV,
             f"mode=711,size={files_mb}m,nr_inodes={TMPFS_INODES}",
         )
-    except PermissionError:  # a container's root, a user: the limits of each process bound each file
+    except PermissionError:
+        # a container's root, a user: the limits of each process bound each file
         return
     closed = {path: parent for path in readable if (parent := _closed_parent(path))}
     opened = [(path, os.open(path, os.O_PATH)) for path in sorted(closed)]

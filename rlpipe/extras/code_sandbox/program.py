@@ -121,7 +121,8 @@ def _run(source: str, name: str, prelude: str) -> dict[str, Any]:
 
 
 def _run_script(check: dict[str, Any], wire: Wire) -> None:
-    """The tests as the module `check["name"]`, then what calls its functions, then its TestCases."""
+    """The tests as the module `check["name"]`, then what calls its
+    functions, then its TestCases."""
     sys.argv = ["tests.py"]
     sys.modules[PROGRAM] = program = Program(wire)
     sys.modules[check["name"]] = module = types.ModuleType(check["name"])

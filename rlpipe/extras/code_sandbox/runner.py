@@ -36,7 +36,8 @@ GRACE_S = 30.0  # of the supervisor beyond a run's own time: it is ours, and bus
 UIDS_TRIED = 100
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FAILING_CALLS = {"fail", "raises", "exit", "_exit", "quit"}
-HEARING = {"AssertionError", "Exception", "BaseException"}  # who catches these has caught a failing assertion
+# who catches these has caught a failing assertion
+HEARING = {"AssertionError", "Exception", "BaseException"}
 SETUPS = ("setup_class", "setup_method")  # of pytest's classes
 
 
@@ -85,7 +86,8 @@ def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str,
             stdout=subprocess.PIPE,
             env=ENVIRONMENT,
             cwd="/",
-            start_new_session=True,  # a kill of our group leaves it the time to end what it has started
+            # a kill of our group leaves it the time to end what it has started
+            start_new_session=True,
             pass_fds=[claim, *given],
         )
     assert process.stdout is not None

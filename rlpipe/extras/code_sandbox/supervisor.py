@@ -37,7 +37,8 @@ SHARING = 6  # our own processes that count against the limit where they share t
 
 
 class ProgramJob(NamedTuple):
-    """A program, what it may do, and its runs: (kind, file descriptor of its stdin or its tests)."""
+    """A program, what it may do, and its runs: (kind, file
+    descriptor of its stdin or its tests)."""
 
     limits: confinement.ProgramLimits
     source: str
@@ -53,7 +54,8 @@ def main() -> None:
     assert job.uid == os.getuid() or job.uid in confinement.free_uids(), (
         "a program would run under the uid of an account"
     )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of our reader ends us, and never without a sweep
+    # the end of our reader ends us, and never without a sweep
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.umask(0o022)
     for add in (
         site.setquit,
@@ -80,7 +82,8 @@ def _serve(job: ProgramJob, folder: str) -> None:
             os.waitpid(lower, 0)
             _sweep(job.uid)
             return
-        confinement.enter_supervisor(upper, job.uid)  # a domain of its own: its kills do not reach the upper one
+        # a domain of its own: its kills do not reach the upper one
+        confinement.enter_supervisor(upper, job.uid)
         if any(kind == "function" for kind, _ in job.runs):
             exec(program.PRELUDE, {})  # imported once, for all runs
         ends_s = time.monotonic() + job.limits.total_s
@@ -191,7 +194,8 @@ def _watch(main: int, reading: int, deadline_s: float) -> tuple[str, bytes]:
     status = "timeout"
     while status == "timeout" and (left_s := deadline_s - time.monotonic()) > 0:
         files = select.select(watched, [], [], left_s)[0]
-        if ANSWERS in files:  # a pipe that one writes to is only then ready when nobody reads it any more
+        # a pipe that one writes to is only then ready when nobody reads it any more
+        if ANSWERS in files:
             break
         if reading in files:
             chunk = os.read(reading, CHUNK_BYTES)
@@ -227,7 +231,8 @@ def _kill(uid: int) -> None:
     """SIGKILL to every process of the program, in one call, which no fork outruns."""
     if uid == os.getuid():
         with suppress(OSError):
-            os.kill(-1, signal.SIGKILL)  # Landlock lets us reach those below us only: `enter_supervisor` has tried it
+            # Landlock lets us reach those below us only: `enter_supervisor` has tried it
+            os.kill(-1, signal.SIGKILL)
     elif os.fork() == 0:
         try:
             os.setresuid(uid, uid, uid)

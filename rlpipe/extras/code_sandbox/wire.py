@@ -23,17 +23,20 @@ PROGRAM = "solution"  # the program's module, where its functions are called
 FLOAT_TOLERANCE = 1e-6  # relative, where the expected number has a fraction
 ZERO_TOLERANCE = 1e-9  # absolute, where it is 0: what rounding leaves
 ITERATED_MAX = 1_000_000  # values of an iterator that are sent
-ROUNDED = re.compile(r"[+-]?\d*\.(\d{6,})")  # a word with six decimals or more was written to so many
+# a word with six decimals or more was written to so many
+ROUNDED = re.compile(r"[+-]?\d*\.(\d{6,})")
 MUTABLE = (list, dict, set, bytearray)
 PARTS: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
 VIEWS = (Iterator, type({}.keys()), type({}.values()), type({}.items()), range)
 # what the tests do with an object of the program is done where that is
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "__len__": len, "__iter__": iter, "__bool__": bool, "__str__": str, "__repr__": repr, "__int__": int, "__float__": float,
+    "__len__": len, "__iter__": iter, "__bool__": bool, "__str__": str, "__repr__": repr,
+    "__int__": int, "__float__": float,
     "__instancecheck__": lambda kind, value: isinstance(value, kind), "__setattr__": setattr,
     "__enter__": lambda value: value.__enter__(), "__exit__": lambda value, *error: value.__exit__(*error),
 } | {f"__{name}__": getattr(operator, name) for name in ("neg", "abs", "getitem", "setitem", "delitem")}  # fmt: skip
-# only between the program's own: an object that is told the expected value, and asked, could say yes to all
+# only between the program's own: an object that is told the expected value,
+# and asked, could say yes to all
 OPERATORS = [
     "eq",
     "lt",

@@ -28,8 +28,10 @@ class LocalKind(EngineKind):
     def argv(self, config: PipelineConfig, weights: Weights, listen: list[str]) -> list[str]:
         return [
             sys.executable, "-m", SERVER,
-            "--model-path", str(weights.folder), "--weight-version", str(weights.version), "--threads", str(config.engines.threads),
-            "--context-tokens-max", str(config.model.context_tokens_max), "--requests-max", str(config.engines.in_flight_max),
+            "--model-path", str(weights.folder), "--weight-version", str(weights.version),
+            "--threads", str(config.engines.threads),
+            "--context-tokens-max", str(config.model.context_tokens_max),
+            "--requests-max", str(config.engines.in_flight_max),
             "--device", "cuda" if config.engines.gpu_ids else "cpu", *listen,
         ]  # fmt: skip
 

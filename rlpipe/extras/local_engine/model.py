@@ -111,7 +111,8 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
-        self._sizes: list[tuple[UntypedStorage, int]] = []  # memory that was given back, and its bytes
+        # memory that was given back, and its bytes
+        self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
         text_config = config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -121,7 +122,8 @@ class LocalModel:
         dtype: torch.dtype = (
             torch.float32 if device == "cpu" else getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
         )
-        # one product a token: in a product of all tokens of an expert, a token's bits depend on how many there are
+        # one product a token: in a product of all tokens of an expert, a token's
+        # bits depend on how many there are
         self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
         self.lm = self.lm.eval().requires_grad_(False)
         use_fast_linears(self.lm)
@@ -205,7 +207,8 @@ class LocalModel:
         self._sizes = []
 
     def _load(self, folder: str) -> None:
-        # copies into the parameters that are there, so that memory stays flat over any number of reloads; tied names are not repeated
+        # copies into the parameters that are there, so that memory stays flat over any number of
+        # reloads; tied names are not repeated
         self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
         for recorded in self._passes.values():
             recorded.weights_changed()
@@ -308,7 +311,8 @@ def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
         if faults := checkpoint.faults():
             raise UserError(f"{folder}: {len(faults)} of its tensors are not the model's: {'; '.join(faults[:3])}")
         tensors = {name: checkpoint.read(name) for name in tensors_of(lm)}
-        for alias, name in tied_names(lm).items():  # a tied tensor may be stored twice, but not with two values
+        # a tied tensor may be stored twice, but not with two values
+        for alias, name in tied_names(lm).items():
             if alias in checkpoint.shapes and not torch.equal(checkpoint.read(alias), tensors[name]):
                 raise UserError(f"{folder}: {alias} and {name} differ, but the model ties them")
     except (StoreError, SafetensorError, OSError) as error:

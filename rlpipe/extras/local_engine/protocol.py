@@ -274,7 +274,8 @@ def news(call: Call, num_said: dict[SamplingJob, int]) -> Iterator[dict[str, Any
     """Yields the new tokens of each job, as SGLang does with --incremental-streaming-output.
     `num_said`: the number of tokens sent before, per job, updated here; -1 when all are sent."""
     for index, job in enumerate(call.jobs):
-        # the scheduler goes on meanwhile: the reason is set last of all, a version after its token and logprob
+        # the scheduler goes on meanwhile: the reason is set last of all, a
+        # version after its token and logprob
         reason, start, end = job.finish_reason, num_said.get(job, 0), len(job.versions)
         if start >= 0 and (reason is not None or end > start):
             meta = (

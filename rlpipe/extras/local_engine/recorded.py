@@ -32,7 +32,8 @@ class Recorded:
         self.proven = False
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        # optimised, a graph would fuse operations, which gives other bits, and fold weights, which are loaded anew
+        # optimised, a graph would fuse operations, which gives other bits, and fold
+        # weights, which are loaded anew
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             if self.proven:
                 return self._graph(*tensors)
@@ -56,7 +57,8 @@ class Recorded:
                 with _ValuesUnseen():
                     self._function(*tensors)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # shapes become numbers, which is what is wanted: they never change
+                    # shapes become numbers, which is what is wanted: they never change
+                    warnings.simplefilter("ignore")
                     self._graph = torch.jit.trace(self._function, tensors, check_trace=False)
             self.proven = torch.equal(self._graph(*tensors), expected)
         except MODEL_FAULTS:

@@ -118,7 +118,8 @@ class Scheduler:
         """
         if taken := [job.rid for job in call.jobs if job.rid in self.live]:
             raise BadRequest(f"Duplicate request ID detected: {taken[0]}")
-        call.answered.set_running_or_notify_cancel()  # from now on a caller that goes away cannot cancel it
+        # from now on a caller that goes away cannot cancel it
+        call.answered.set_running_or_notify_cancel()
         for job in call.jobs:
             self._arrivals += 1
             job.arrival = self._arrivals
@@ -253,11 +254,13 @@ class Scheduler:
         )
         for arrival, bucket in wanted:
             for other in [other for other, pool in self.pools.items() if not pool.slots]:
-                # an empty pool whose next job came later must go too, or both buckets wait for each other forever
+                # an empty pool whose next job came later must go too, or both
+                # buckets wait for each other forever
                 if not self.waiting[other] or self.waiting[other][0].arrival > arrival:
                     del self.pools[other]
             if len(self.pools) >= POOLS_MAX:
-                return arrival  # later arrivals wait, so that a pool drains and the oldest bucket gets its turn
+                # later arrivals wait, so that a pool drains and the oldest bucket gets its turn
+                return arrival
             self.pools[bucket] = SlotPool(self.model, bucket)
         return None
 

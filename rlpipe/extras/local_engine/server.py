@@ -1,5 +1,5 @@
-"""The command `rlpipe engine` (`python -m rlpipe.extras.local_engine.server`): SGLang's HTTP protocol in
-front of the scheduler.
+"""The command `rlpipe engine` (`python -m rlpipe.extras.local_engine.server`): SGLang's HTTP
+protocol in front of the scheduler.
 
 Each route is parse, ask the scheduler, answer. Torch is loaded after the options were checked.
 """
@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from rlpipe.extras.local_engine.scheduler import Scheduler
 
 BODY_BYTES_MAX = 64 << 20
-BACKLOG = 1024  # clients that come at once; the default of 128 makes the others wait for a second try of TCP
+# clients that come at once; the default of 128 makes the others wait for a second try of TCP
+BACKLOG = 1024
 HEARTBEAT_MAX_S = 60.0
 HEALTH_TIMEOUT_S = 20.0  # as SGLang's
 HEALTH_POLL_S = 0.05
 STREAM_S = 2.0
 SHUTDOWN_S = 2.0
-SWITCH_INTERVAL_S = 0.0005  # every torch call gives the GIL away; at the default 5 ms the model would wait for JSON
+# every torch call gives the GIL away; at the default 5 ms the model would wait for JSON
+SWITCH_INTERVAL_S = 0.0005
 THREADS = ", ".join(map(str, LOCAL_THREADS))
 
 
@@ -205,7 +207,8 @@ class Routes:
         return web.json_response(info)
 
     async def server_info(self, _: web.Request) -> web.Response:
-        await self._ask(lambda: None)  # through the scheduler, as in SGLang: a hung one does not answer
+        # through the scheduler, as in SGLang: a hung one does not answer
+        await self._ask(lambda: None)
         info = {
             "engine": "rlpipe-local",
             "version": __version__,

@@ -219,7 +219,8 @@ class Catalogue:
         return StoredArtifact(place.run, place, folder, ref.sha256, manifest)
 
     def file(self, artifact: StoredArtifact, plain_name: str) -> tuple[str, int] | None:
-        """(key, bytes) of one of its files; None when it is not there, which is named in `faults`."""
+        """(key, bytes) of one of its files; None when it is not
+        there, which is named in `faults`."""
         try:
             record = artifact.manifest.file(plain_name)
         except StoreError as error:
@@ -237,7 +238,8 @@ class Catalogue:
 
     def iterations(self) -> list[tuple[str, IterationRecord]]:
         """(run, record) of all committed iterations of RL; a fork's with those that it shares."""
-        shown: list[tuple[str, str, int]] = []  # the run it is shown under, the one that made it, iteration
+        # the run it is shown under, the one that made it, iteration
+        shown: list[tuple[str, str, int]] = []
         for run in self.runs:
             shared = [(self.owner(run, iteration), iteration) for iteration in range(run.first_own)]
             shown += [

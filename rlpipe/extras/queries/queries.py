@@ -47,15 +47,19 @@ VIEWS = {
     "iterations": View("from _iterations", ("_iterations",)),
     "prompts": View(
         """select run, iteration, round, prompt_id, source, messages::json as messages, answer,
-            cast(nullif(metadata, '') as json) as metadata, cast(len(prompt_tokens) as integer) as num_tokens, prompt_tokens
+            cast(nullif(metadata, '') as json) as metadata, """
+        """cast(len(prompt_tokens) as integer) as num_tokens, prompt_tokens
         from _prompts""",
         ("_prompts",),
     ),
     "rollouts": View(
-        f"""select r.run, r.iteration, r.round, r.group_index, r.rollout_index, r.prompt_id, r.made_by, r.prompt, r.completion,
-            cast(len(r.prompt_tokens) as integer) as num_prompt_tokens, {NUM_TOKENS}, r.finish_reason, r.weight_version, {SCORED},
+        f"""select r.run, r.iteration, r.round, r.group_index, r.rollout_index, r.prompt_id, r.made_by, """
+        f"""r.prompt, r.completion,
+            cast(len(r.prompt_tokens) as integer) as num_prompt_tokens, {NUM_TOKENS}, """
+        f"""r.finish_reason, r.weight_version, {SCORED},
             case when r.filtered then b.advantage is not null end as trained, b.advantage, d.reason as dropped_reason,
-            r.seed, r.engine, {ENVIRONMENT}, r.weight_versions, r.prompt_tokens, r.completion_tokens, r.loss_mask, r.rollout_logprobs
+            r.seed, r.engine, {ENVIRONMENT}, r.weight_versions, r.prompt_tokens, r.completion_tokens, """
+        """r.loss_mask, r.rollout_logprobs
         from _rollouts r
         left join _batch b on r.run = b.run and r.iteration = b.iteration and r.group_index = b.group_index
             and r.rollout_index = b.rollout_index
@@ -63,14 +67,16 @@ VIEWS = {
         ("_rollouts", "_batch", "_dropped"),
     ),
     "scores": View(
-        f"""select run, iteration, round, group_index, rollout_index, prompt_id, {SCORED}, {NUM_TOKENS}, finish_reason, weight_version
+        f"""select run, iteration, round, group_index, rollout_index, prompt_id, {SCORED}, {NUM_TOKENS}, """
+        """finish_reason, weight_version
         from _rollouts where reward is not null""",
         ("_rollouts",),
     ),
     "gaps": View("select run, iteration, group_index, rollout_index, gap from _gaps", ("_gaps",)),
     "evaluations": View("from _evaluations", ("_evaluations",)),
     "evaluation_rollouts": View(
-        f"""select run, evaluated_version as weight_version, group_index, rollout_index, prompt_id, prompt, completion, {NUM_TOKENS},
+        f"""select run, evaluated_version as weight_version, group_index, rollout_index, prompt_id, prompt, """
+        f"""completion, {NUM_TOKENS},
             finish_reason, {SCORED}, {ENVIRONMENT}, completion_tokens, rollout_logprobs
         from _evaluation_rollouts""",
         ("_evaluation_rollouts",),

@@ -31,18 +31,22 @@ PLACED = {"run": pa.string(), "iteration": pa.int32(), "round": pa.int32()}
 NUMBERS, TEXTS = pa.map_(pa.string(), pa.float64()), pa.map_(pa.string(), pa.string())
 FILES = pa.list_(pa.struct([("name", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())]))
 RUNS = {
-    "run": pa.string(), "forked_from": pa.string(), "fork_at": pa.int32(), "redo": pa.string(), "num_segments": pa.int32(),
+    "run": pa.string(), "forked_from": pa.string(), "fork_at": pa.int32(),
+    "redo": pa.string(), "num_segments": pa.int32(),
     "num_iterations": pa.int32(), "iterations_planned": pa.int32(), "reward_mean": pa.float64(), "ended_at": MOMENT,
     "code_version": pa.string(), "config": pa.string(),
 }  # fmt: skip
 ITERATIONS = {
-    "run": pa.string(), "iteration": pa.int32(), "made_by": pa.string(), "weight_version": pa.int32(), "state_iteration": pa.int32(),
+    "run": pa.string(), "iteration": pa.int32(), "made_by": pa.string(), "weight_version": pa.int32(),
+    "state_iteration": pa.int32(),
     "reward_mean": pa.float64(), "ended_at": MOMENT, "metrics": NUMBERS,
 }  # fmt: skip
 ARTIFACTS = {
     "run": pa.string(), "phase": pa.string(), "iteration": pa.int32(), "stage": pa.string(), "kind": pa.string(),
-    "weight_version": pa.int32(), "num_files": pa.int32(), "bytes": pa.int64(), "pruned": pa.bool_(), "started_at": MOMENT,
-    "ended_at": MOMENT, "folder": pa.string(), "sha256": pa.string(), "files": FILES, "inputs": TEXTS, "metrics": pa.string(),
+    "weight_version": pa.int32(), "num_files": pa.int32(), "bytes": pa.int64(),
+    "pruned": pa.bool_(), "started_at": MOMENT,
+    "ended_at": MOMENT, "folder": pa.string(), "sha256": pa.string(), "files": FILES,
+    "inputs": TEXTS, "metrics": pa.string(),
     "code_version": pa.string(),
 }  # fmt: skip
 EVALUATIONS = {

@@ -108,7 +108,8 @@ class GroupFiles:
     scores: list[CommittedFile]
     prompts: list[CommittedFile] = field(default_factory=list)
     batch: tuple[ArtifactRef, Manifest] | None = None  # of all sampling rounds
-    gap: tuple[ArtifactRef, Manifest] | None = None  # of the tokens that were trained; older code stored none
+    # of the tokens that were trained; older code stored none
+    gap: tuple[ArtifactRef, Manifest] | None = None
 
     @property
     def path(self) -> str:

@@ -145,7 +145,8 @@ class AnswerPair(NamedTuple):
 
 
 def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
-    """The evaluations of a run, and what two of its weight versions answered to the same prompts."""
+    """The evaluations of a run, and what two of its weight
+    versions answered to the same prompts."""
     run = library.run(place["run"])
     evaluated = dict(evaluated_versions(run))
     if not evaluated:

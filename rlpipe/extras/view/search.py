@@ -65,7 +65,8 @@ class Looked(Generic[Result]):
 
 
 def newest_first(run: Run, start: int | None = None) -> list[tuple[Run, int]]:
-    """The iterations of a run from `start`, without it from the one that is under way, down to 0."""
+    """The iterations of a run from `start`, without it from the
+    one that is under way, down to 0."""
     newest = run.num_iterations
     return [(run, iteration) for iteration in range(newest if start is None else min(start, newest), -1, -1)]
 

@@ -59,7 +59,8 @@ PAGES_OF_GROUPS: dict[str, Show] = {  # below /runs/RUN/iterations, and /runs/RU
 }
 KINDS = {"view.js": "text/javascript", "view.css": "text/css", "plotly.js": "text/javascript"}
 HEADERS = {
-    # no script but ours, none inside a page: what a policy wrote cannot run, whatever a template forgets to escape
+    # no script but ours, none inside a page: what a policy wrote cannot run,
+    # whatever a template forgets to escape
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
         "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"

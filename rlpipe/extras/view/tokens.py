@@ -32,7 +32,8 @@ class ShownToken:
     logprob: float | None  # of the engine; None where nobody recorded it
     is_trained: bool
     version: int
-    gap: float | None = None  # the trainer's logprob minus the engine's; None where it is not stored
+    # the trainer's logprob minus the engine's; None where it is not stored
+    gap: float | None = None
     speaker: str = ""  # the role whose turn begins here, where there are several turns
 
     @property
@@ -99,7 +100,8 @@ def _known(values: np.ndarray) -> list[float | None]:
 def token_texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
     """The text that each token adds; empty where a later token completes its character."""
     texts = list[str]()
-    before = start = 0  # tokens[before:start] are the last that were complete: a decoder looks at what is before
+    # tokens[before:start] are the last that were complete: a decoder looks at what is before
+    before = start = 0
     for end in range(1, len(tokens) + 1):
         known = tokenizer.decode(tokens[before:start], skip_special_tokens=False)
         text = tokenizer.decode(tokens[before:end], skip_special_tokens=False)

@@ -25,7 +25,8 @@ from rlpipe.engines.client import (
 from rlpipe.engines.weights import reading_s
 
 GENERATE = "/inference/v1/generate"
-VLLM_ID_PREFIX = "generate-tokens-"  # what vLLM puts before our request ids; an abort of an id without it does nothing
+# what vLLM puts before our request ids; an abort of an id without it does nothing
+VLLM_ID_PREFIX = "generate-tokens-"
 
 
 class VllmClient(EngineClient):
@@ -38,7 +39,8 @@ class VllmClient(EngineClient):
     `rlpipe.engines.weights.untied` makes.
     """
 
-    health_path = "/weight_info"  # /health says 200 while the scheduler hangs; this has to go through it
+    # /health says 200 while the scheduler hangs; this has to go through it
+    health_path = "/weight_info"
     ready_path = "/health"
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
@@ -113,7 +115,8 @@ class VllmClient(EngineClient):
                 await self.control("/resume")
 
     async def release(self) -> None:
-        # level 1 would keep a copy of the weights on the host, and others come before anything is sampled
+        # level 1 would keep a copy of the weights on the host, and others
+        # come before anything is sampled
         await self.control("/sleep?level=2&mode=abort", timeout_s=MEMORY_TIMEOUT_S)
 
     async def resume(self) -> None:

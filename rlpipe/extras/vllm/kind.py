@@ -14,7 +14,8 @@ from rlpipe.engines.kind import EngineKind
 from rlpipe.engines.weights import Weights, untied
 from rlpipe.extras.vllm.client import VllmClient
 
-READY_S = "86400"  # its own 600 s know nothing of how large the weights are: the host's deadline does
+# its own 600 s know nothing of how large the weights are: the host's deadline does
+READY_S = "86400"
 SEQUENCES_MAX = 2048  # it refuses more than the tokens that it batches, 2048 at least
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, RANK_MAX)  # the values of --max-lora-rank
 FLAGS = (
@@ -34,7 +35,8 @@ class VllmKind(EngineKind):
 
     def argv(self, config: PipelineConfig, weights: Weights, listen: list[str]) -> list[str]:
         engines = config.engines
-        # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU Generator does not use offset")
+        # a seeded request whose prompt is computed in two chunks kills vLLM 0.32 on a CPU ("CPU
+        # Generator does not use offset")
         on_device = [] if engines.gpu_ids else ["--enforce-eager", "--no-enable-chunked-prefill"]
         command = [
             "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights.folder), "--seed", "0",
@@ -47,7 +49,8 @@ class VllmKind(EngineKind):
         return server_argv(config, command, "--tensor-parallel-size", flags)
 
     def variables(self, config: PipelineConfig, api_key: str) -> dict[str, str]:
-        variables = {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+        variables = {"VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "1",
+                     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                      "VLLM_ENGINE_READY_TIMEOUT_S": READY_S}  # fmt: skip
         if config.model.adapter != "none":
             variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -155,7 +155,8 @@ class Around:
         its iteration.
         """
         lags = [
-            self.run.sampled_by(self.groups[group].iteration) - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
+            self.run.sampled_by(self.groups[group].iteration)
+            - min((span.version for span in rollout.weight_versions), default=rollout.weight_version)
             for group, rollout in zip(self.group_R, self.rollouts, strict=True)
         ]  # fmt: skip
         return np.array(lags, dtype=float)
@@ -179,7 +180,8 @@ class Around:
 
     @cached_property
     def label_G(self) -> list[str | None]:
-        """The answer of each group's prompt, as text that can be compared; none where it has none."""
+        """The answer of each group's prompt, as text that can be
+        compared; none where it has none."""
         return [
             None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups
         ]
@@ -232,7 +234,8 @@ class Around:
 
     @property
     def why_not_today(self) -> str:
-        """Why today's code could not be asked of all that it should have been; empty where it was."""
+        """Why today's code could not be asked of all that it should
+        have been; empty where it was."""
         return self.rewards_today.why_not if self.rewards_today else ""
 
     def weight(self, part: str) -> float:

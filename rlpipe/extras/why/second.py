@@ -86,7 +86,8 @@ def parts_ways(widest: Shift) -> bool:
 
 
 def second_lines(both: Rescored, reward: str) -> list[str]:
-    """A line an iteration; then where they part, and rollouts that the first one likes much better."""
+    """A line an iteration; then where they part, and rollouts that
+    the first one likes much better."""
     lines = [f"iteration  rollouts  reward  {reward}  r within groups"]
     for number in both.iterations():
         chosen = (both.iteration_R() == number) & np.isfinite(both.second_R)

@@ -27,11 +27,11 @@ from rlpipe.store.run import Run
 
 ROLLOUTS_MAX = 128  # of an iteration
 SECONDS_MAX = 60.0  # of a report: nothing is begun after it
-RECORDED = "environment"  # a reward that repeats what was recorded: it says nothing of the code that gave it
+# a reward that repeats what was recorded: it says nothing of the code that gave it
+RECORDED = "environment"
 
-PartsToday: TypeAlias = (
-    "dict[tuple[int, int], dict[str, float]]"  # (group_index, rollout_index) -> the parts of its reward
-)
+# (group_index, rollout_index) -> the parts of its reward
+PartsToday: TypeAlias = "dict[tuple[int, int], dict[str, float]]"
 
 
 def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Item]:

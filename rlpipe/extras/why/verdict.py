@@ -26,14 +26,17 @@ from rlpipe.records.rollout import Rollout
 from rlpipe.report.show import parts_text, text_line
 
 SUSPECTS: tuple[Suspect, ...] = (
-    faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch, reference, staleness,
-    moved, truncation, length, evaluation,
+    faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch,
+    reference, staleness, moved, truncation, length, evaluation,
 )  # fmt: skip
 ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
-CERTAIN = 2  # suspects whose being there is no matter of chance: their p-values are corrected for these alone
+# suspects whose being there is no matter of chance: their p-values are corrected for these alone
+CERTAIN = 2
 MATTERS = 0.05  # of the spread of the reward: what a finding has to explain
-SMALL = 0.1  # of the reward's change: what explains less is left out, and symptoms come after what explains more
-SCANNED_MAX = 40  # iterations that are looked at with their rollouts; of more, those whose metrics jump most
+# of the reward's change: what explains less is left out, and symptoms come after what explains more
+SMALL = 0.1
+# iterations that are looked at with their rollouts; of more, those whose metrics jump most
+SCANNED_MAX = 40
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Declares two operator schemas just before torchvision is imported, and lets SGLang's LoRA layers ask for pinned memory, which a CPU does not have.
+"""Declares two operator schemas just before torchvision is imported, and lets SGLang's LoRA layers
+ask for pinned memory, which a CPU does not have.
 
-The registry's torchvision is a CUDA build whose extension does not load on CPU torch; its import then
-fails because `torchvision::nms` was never declared. SGLang imports torchvision at start-up.
+The registry's torchvision is a CUDA build whose extension does not load on CPU torch; its import
+then fails because `torchvision::nms` was never declared. SGLang imports torchvision at start-up.
 """
 
 import importlib.abc

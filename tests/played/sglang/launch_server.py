@@ -1,5 +1,5 @@
-"""A played SGLang: speaks the part of its HTTP protocol that rlpipe uses, over a model of transformers
-on the CPU. For tests of the core, where rlpipe's own engine is not installed.
+"""A played SGLang: speaks the part of its HTTP protocol that rlpipe uses, over a model of
+transformers on the CPU. For tests of the core, where rlpipe's own engine is not installed.
 
 It is started as SGLang is (`python -m sglang.launch_server`), takes its flags, and samples slowly:
 token by token, one completion at a time. Its logprobs and weight versions are real ones.
@@ -159,7 +159,8 @@ def app_of(server: PlayedServer) -> web.Application:
     app = web.Application(middlewares=[keyed], client_max_size=1 << 26)
     app.add_routes([web.get(path, info) for path in ("/health", "/ready", "/server_info", "/model_info")])
     app.add_routes([
-        web.post("/generate", generate), web.post("/update_weights_from_disk", update), web.post("/pause_generation", pause),
+        web.post("/generate", generate), web.post("/update_weights_from_disk", update),
+        web.post("/pause_generation", pause),
         web.post("/continue_generation", go_on), web.post("/abort_request", abort), web.post("/flush_cache", info),
         web.post("/weights_checker", refuse),
     ])  # fmt: skip

@@ -1,4 +1,5 @@
-"""Evaluation against training: whether held-out prompts went the way that the training reward went."""
+"""Evaluation against training: whether held-out prompts went the way
+that the training reward went."""
 
 from __future__ import annotations
 

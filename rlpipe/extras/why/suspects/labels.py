@@ -12,12 +12,13 @@ from rlpipe.extras.why.changes import evenly, more_often
 from rlpipe.extras.why.suspects.finding import Finding, Findings, rows_to_show
 
 AGREEMENT = 0.75  # share of a group's rollouts with the same answer, from which the policy is sure
-BY_CHANCE = 0.01  # the p of the share among them, above which the label may be wrong as often as before
+# the p of the share among them, above which the label may be wrong as often as before
+BY_CHANCE = 0.01
 OTHERS_MAX = 64  # labels of other prompts that an answer is compared with
 ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
-UNLIKE = (
-    0.9  # share of them that are less like the answer than its own label: from here on it is that label with a mistake
-)
+# share of them that are less like the answer than its own label: from here on
+# it is that label with a mistake
+UNLIKE = 0.9
 OFTEN = 3.0  # times as often given as it is a label: an answer that the policy has for anything
 
 
@@ -40,12 +41,16 @@ def labels(around: Around) -> Findings:
     lost = (float(right.mean()) if len(right) else 0.0) - (float(wrong.mean()) if len(wrong) else 0.0)
     before, after = (sure_G & (around.after_G == side) for side in (False, True))
     evidence = [
-        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is quite another in {int(wrong_G[before].sum())} of "
-        f"{int(before.sum())} before, {int(wrong_G[after].sum())} of {int(after.sum())} from {around.at} on",
-        f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, {float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not",
+        f"of the groups whose rollouts agree ({AGREEMENT:.0%} or more give one answer) the label is quite another in "
+        f"{int(wrong_G[before].sum())} of {int(before.sum())} before, {int(wrong_G[after].sum())} of "
+        f"{int(after.sum())} from {around.at} on",
+        (f"their reward: {float(right.mean()) if len(right) else float('nan'):.3g} where the label agrees, "
+         f"{float(wrong.mean()) if len(wrong) else float('nan'):.3g} where not"),
     ]  # fmt: skip
     rows = rows_to_show(around, (wrong_G & sure_G)[around.group_R])
-    yield Finding("labels", f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise, -rise.size * lost, evidence, rows)  # fmt: skip
+    yield Finding("labels",
+                  f"labels against a policy that is sure: {share.before:.1%} -> {share.after:.1%} of such groups", rise,
+                  -rise.size * lost, evidence, rows)  # fmt: skip
 
 
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:

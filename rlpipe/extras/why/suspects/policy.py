@@ -35,7 +35,8 @@ UPDATES = (
     "train/proximal_kl",
 )
 FIRST = 2  # iterations whose policy the first updates made
-FAR_KL, FAR_CLIPPED = 0.02, 0.1  # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
+# of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
+FAR_KL, FAR_CLIPPED = 0.02, 0.1
 # other suspects name these
 MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")
 
@@ -111,7 +112,8 @@ def rate(around: Around) -> Findings:
         )
     sets = [f"rl.learning_rate={now / 10 if is_first else now / 3:.1g}"]
     proof = WhatIf(AT_SFT if is_first else around.at - 1, sets, num_iterations=around.at + MOVES_OF_PROOF)
-    yield Finding("rate", title, change, explains, evidence, rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
+    yield Finding("rate", title, change, explains, evidence,
+                  rows_to_show(around, np.ones(len(around.rollouts), bool), around.reward_R), proof=proof)  # fmt: skip
 
 
 def _updates(metrics: Metrics) -> str:
@@ -264,7 +266,8 @@ def staleness(around: Around) -> Findings:
         evidence.append(
             f"reward from {around.at} on: {fresh.mean():.3g} of the fresh ones, {stale.mean():.3g} of the stale ones"
         )
-    yield Finding("staleness", f"stale rollouts: {from_to(jump.before, jump.after)} versions behind", jump, None, evidence, rows_to_show(around, stale_R, -around.staleness_R))  # fmt: skip
+    yield Finding("staleness", f"stale rollouts: {from_to(jump.before, jump.after)} versions behind", jump, None,
+                  evidence, rows_to_show(around, stale_R, -around.staleness_R))  # fmt: skip
 
 
 def truncation(around: Around) -> Findings:
@@ -287,7 +290,8 @@ def truncation(around: Around) -> Findings:
         ),
     ]
     before, after = around.means(around.truncated_R.astype(float))
-    yield Finding("truncation", f"truncated completions: {before:.1%} -> {after:.1%}", jump, jump.size * lost, evidence, rows_to_show(around, around.truncated_R), symptom=not limit)  # fmt: skip
+    yield Finding("truncation", f"truncated completions: {before:.1%} -> {after:.1%}", jump, jump.size * lost, evidence,
+                  rows_to_show(around, around.truncated_R), symptom=not limit)  # fmt: skip
 
 
 def length(around: Around) -> Findings:
@@ -303,4 +307,7 @@ def length(around: Around) -> Findings:
         f"tokens of a completion: {from_to(jump.before, jump.after)}; within a group one token more is {slope:+.3g} of"
         " the reward"
     ]
-    yield Finding("length", f"length of completions: {from_to(jump.before, jump.after)} tokens", jump, slope * jump.size, evidence, rows_to_show(around, np.ones(len(tokens), bool), -np.sign(jump.size) * around.tokens_R), symptom=True)  # fmt: skip
+    yield Finding("length", f"length of completions: {from_to(jump.before, jump.after)} tokens", jump,
+                  slope * jump.size, evidence,
+                  rows_to_show(around, np.ones(len(tokens), bool), -np.sign(jump.size) * around.tokens_R),
+                  symptom=True)  # fmt: skip

@@ -198,4 +198,5 @@ def duplicates(around: Around) -> Findings:
         f"the most frequent one has {top} groups: {' '.join(str(name.messages[-1].get('content')).split())[:120]}",
     ]
     explains = rise.size * (float(np.nanmean(rewards_G[late])) - usual)
-    yield Finding("duplicates", f"the same prompts again: {rise.before:.1%} -> {rise.after:.1%} of the groups", rise, explains, evidence, rows_to_show(around, repeats_G[around.group_R]))  # fmt: skip
+    yield Finding("duplicates", f"the same prompts again: {rise.before:.1%} -> {rise.after:.1%} of the groups", rise,
+                  explains, evidence, rows_to_show(around, repeats_G[around.group_R]))  # fmt: skip

@@ -15,10 +15,12 @@ from rlpipe.rewards.registry import is_service
 from rlpipe.rewards.score import label
 
 KNOWN = 0.25  # R2 from which a part is taken as known from what else is known of a rollout
-OVERLAP_MIN = (
-    0.25  # share of the rollouts from the iteration on that some before are like, below which nothing can be compared
-)
-SAME = 0.99  # share of the values of a side that today's code gives again, from which it is the code of that side
+# share of the rollouts from the iteration on that some before are like,
+# below which nothing can be compared
+OVERLAP_MIN = 0.25
+# share of the values of a side that today's code gives again, from
+# which it is the code of that side
+SAME = 0.99
 TOLERANCE = 1e-6
 GROUPS_MIN = 3  # of a side, that today's code has scored
 

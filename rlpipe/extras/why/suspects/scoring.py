@@ -1,4 +1,5 @@
-"""Suspects in the scoring: faults, other weights and arguments of rewards, a part that is hacked."""
+"""Suspects in the scoring: faults, other weights and arguments of
+rewards, a part that is hacked."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def hacked(around: Around) -> Findings:
         ]
         order = columns[victim] - np.sign(weight) * columns[name]
         rows = rows_to_show(around, np.isfinite(order), order)
-        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows, proof=without(around, name))  # fmt: skip
+        yield Finding("hacked_part", f"{name} is paid, and {victim} falls", weaker, weight * shift.size, evidence, rows,
+                      proof=without(around, name))  # fmt: skip
 
 
 def _mean(values: np.ndarray) -> float:
