@@ -94,7 +94,5 @@ def warn(flow_run_id: str) -> None:
     )
 
 
-PrefectClient.set_flow_run_state, PrefectClient.create_task_run = (
-    set_state,
-    begin_inside,
-)  # pyright: ignore[reportAttributeAccessIssue]
+PrefectClient.set_flow_run_state = set_state  # pyright: ignore[reportAttributeAccessIssue]
+PrefectClient.create_task_run = begin_inside  # pyright: ignore[reportAttributeAccessIssue]

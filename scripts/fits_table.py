@@ -17,7 +17,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.report.plan import GIB, ModelSizes, host_bytes, peak_bytes
-from rlpipe.trainer.trial import sizes_of
+from rlpipe.trainer.trial import PlannedTraining, sizes_of
 from scripts.page_table import PageTable
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,7 @@ def cells(sizes: ModelSizes) -> list[str]:
 
 
 def row(name: str) -> str:
-    training = {"dtype": "bfloat16", "tokens_max": TOKENS, "activation_checkpointing": True}
+    training: PlannedTraining = {"dtype": "bfloat16", "tokens_max": TOKENS, "activation_checkpointing": True}
     sizes = sizes_of(empty_model(hf_config(SHAPES[name])), TOKENS, training)
     return f"| {' | '.join([name, f'{sizes.parameters / 1e9:.2f}B', *cells(sizes)])} |"
 

@@ -35,7 +35,7 @@ from rlpipe.store.run import open_existing
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.trainer.trial import sizes_of
+from rlpipe.trainer.trial import PlannedTraining, sizes_of
 from scripts.gpu_commands import Commands, kill
 from tests import trainer_world as world
 
@@ -180,7 +180,7 @@ def shape(where: Where, name: str) -> Figures:
 
 def planned_gib(model: JsonDict, length: int, tokens_max: int) -> float:
     """What `rlpipe plan` says that a rank takes to train it in bf16, activations recomputed."""
-    training = {"tokens_max": tokens_max, "dtype": "bfloat16", "activation_checkpointing": True}
+    training: PlannedTraining = {"tokens_max": tokens_max, "dtype": "bfloat16", "activation_checkpointing": True}
     sizes = sizes_of(empty_model(hf_config(model)), length, training)
     data = [{"name": "words", "use": "rl", "source": "words.jsonl"}]  # a config has some
     config = PipelineConfig.model_validate(
