@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.weights_world import TIMES, Span, copier, copy_here, enter, services, time_hosts
 from rlpipe.base.manifests import moment_of
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.stages.base import base_policy, base_tokenizer
@@ -46,6 +45,7 @@ from rlpipe.stages.scoring import score
 from rlpipe.stages.session import Session, open_session
 from rlpipe.store.local_copy import whole_files
 from rlpipe.trainer.client import TrainerClient
+from rlpipe.trainer.jobs import JobAnswer
 from tests.network_world import Node, network, unavailable
 from tests.s3_world import serving
 
@@ -118,7 +118,9 @@ def timed_saves(trainer: TrainerClient) -> list[Span]:
     """The saves that this trainer does from here on."""
     saves, run_job = list[Span](), trainer.run
 
-    async def run(job: str, body: JsonDict, on_progress: Callable[[JsonDict], None] | None = None) -> JsonDict:
+    async def run(
+        job: str, body: Mapping[str, object], on_progress: Callable[[dict[str, int]], None] | None = None
+    ) -> JobAnswer:
         start = time.time()
         answer = await run_job(job, body, on_progress)
         if job == "save":

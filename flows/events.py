@@ -27,6 +27,7 @@ class Facts(TypedDict, total=False):
     iteration: int
     weight_version: int
     metrics: Metrics
+    policy: str
 
 
 def tell(run: str, event: Event, message: str, facts: Facts | None = None) -> None:

@@ -25,7 +25,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows.events import tell, tell_iteration
+from flows.events import Facts, tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.printable import printable
@@ -210,7 +210,8 @@ async def publish_report(session: Session, total: int) -> RunReport:
     compared, evaluated = await asyncio.to_thread(lambda: (before_after(run, total), evaluations(run, total)))
     lineage = await asyncio.to_thread(policy_tags, run, total)
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
-    said = partial(tell, run.name, "policy.registered", f"{folder} is registered", policy=folder, weight_version=total)
+    facts: Facts = {"policy": folder, "weight_version": total}
+    said = partial(tell, run.name, "policy.registered", f"{folder} is registered", facts)
     if not skipped.is_all:
         session.tracker.publish(
             folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said)
