@@ -184,7 +184,7 @@ def main() -> None:
     for run, arguments in BEGUN.items():
         begun, here = f"{run}_begun", folders[old]
         ended = [
-            rlpipe(old, here, [*arguments, "--run", begun, *AS_IT_WAS]),
+            rlpipe(old, here, [*arguments, "--run", begun, *settings[old]]),
             rlpipe(new, here, [*RUNS[run], "--run", begun]),
             rlpipe(new, here, ["verify", begun]),
             rlpipe(new, here, ["show", begun]),

@@ -103,7 +103,11 @@ def test_the_core_is_imported_without_extras(bare: Path) -> None:
             ["sql", "select 1"],
             "rlpipe sql: this installation of rlpipe has no rlpipe.extras; install the whole package",
         ),
-        (["plan", "tiny"], "WARNING engines.kind='local': this installation of rlpipe has no rlpipe.extras; install"),
+        pytest.param(
+            ["plan", "tiny"],
+            "WARNING engines.kind='local': this installation of rlpipe has no rlpipe.extras; install",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_command_of_an_extra_says_what_is_missing(bare: Path, arguments: list[str], message: str) -> None:
@@ -126,6 +130,7 @@ def test_a_package_of_an_extra_is_named(extra: str, command: list[str], bare: Pa
     assert ended.returncode == 2 and f"pip install 'rlpipe[{extra}]'" in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
 def test_tests_of_the_core_pass_without_extras(bare: Path) -> None:
     files = [f"tests/{name}.py" for name in CORE]
     marks = "not e2e and not contract and not learning and not nightly"
