@@ -32,13 +32,13 @@ from rlpipe.base.manifests import IterationRecord  # noqa: E402
 from rlpipe.base.values import JsonDict  # noqa: E402
 from rlpipe.config.pipeline import PipelineConfig  # noqa: E402
 from rlpipe.config.source import read_config  # noqa: E402
+from rlpipe.loop.session import Session, open_session  # noqa: E402
 from rlpipe.stages.filtering import filter_groups  # noqa: E402
 from rlpipe.stages.generation import generate, num_shards  # noqa: E402
 from rlpipe.stages.iteration import commit_iteration, committed_before  # noqa: E402
 from rlpipe.stages.policy import checkpoint, reload_engines, train  # noqa: E402
 from rlpipe.stages.sampling import sample_prompts  # noqa: E402
 from rlpipe.stages.scoring import score  # noqa: E402
-from rlpipe.stages.session import Session, open_session  # noqa: E402
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"
 VERBS = ("sample_prompts", "generate", "score", "filter", "train", "checkpoint", "reload_engines")

@@ -34,6 +34,7 @@ from benchmarks.weights_world import TIMES, Span, copier, copy_here, enter, serv
 from rlpipe.base.manifests import moment_of
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.source import read_config
+from rlpipe.loop.session import Session, open_session
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.filtering import filter_groups
@@ -42,7 +43,6 @@ from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.policy import checkpoint, reload_engines, train
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.stages.session import Session, open_session
 from rlpipe.store.local_copy import whole_files
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import JobAnswer

@@ -22,8 +22,8 @@ from flows.printing import echo, echo_all, fail
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable
 from rlpipe.base.errors import StoreError, UserError
+from rlpipe.checks.plan import plan_lines
 from rlpipe.config.fields import field_lines
-from rlpipe.report.plan import plan_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
 from rlpipe.store import audit
 from rlpipe.store.lease import acquire, write_off
@@ -95,7 +95,7 @@ def plan(source: Source, sets: Sets = None) -> None:
 
     It prints sizes, steps and memory, and what was read.
     """
-    from rlpipe.stages.preflight import look_at
+    from rlpipe.checks.preflight import look_at
 
     config = config_of(source, sets)
     echo_all(plan_lines(config))

@@ -86,7 +86,7 @@ def evaluate(
     config = override_config(open_existing(checked_store(store), run).config, overrides)
     check_free(open_store(store), f"runs/{run}")
     from flows.terminal import log_to
-    from rlpipe.stages.scratch import work_dir_of
+    from rlpipe.loop.scratch import work_dir_of
 
     logs = work_dir_of(config)
     log_to(logs)
@@ -113,7 +113,7 @@ def export(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     overrides = [*(sets or []), f"store={json.dumps(store)}"]
     config = override_config(open_existing(readable_store(store), run).config, overrides)
-    from rlpipe.stages.remaking import export_policy
+    from rlpipe.stored.remaking import export_policy
 
     number = run_unless_stopped(export_policy(config, version, to))
     echo(f"version {number} of run {run} is in {to}")

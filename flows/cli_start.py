@@ -25,7 +25,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
-from rlpipe.stages.behind import CommittedLate
+from rlpipe.loop.behind import CommittedLate
 from rlpipe.store.forks import AT_SFT, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
@@ -101,7 +101,7 @@ def fork_command(
     prints what changed, and ends.
     """
     set_defaults()
-    from rlpipe.stages.redo import changes, check_redo
+    from rlpipe.stored.redo import changes, check_redo
 
     overrides = [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"]
     if redo and any(entry.replace(" ", "").startswith("rl.num_iterations=") for entry in overrides):
@@ -134,7 +134,7 @@ def iteration_of(at: str) -> int:
 def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
     """Ends the command where the run cannot work, or another process holds it."""
     echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
-    from rlpipe.stages.preflight import preflight
+    from rlpipe.checks.preflight import preflight
 
     store, root = checked_store(config.store), f"runs/{config.run}"  # before an announcement that nobody could read
     announce(store, root)  # until the flow holds the run, or this process ends
@@ -150,7 +150,7 @@ def run_to_end(config: PipelineConfig) -> None:
     from prefect.settings import PREFECT_API_URL
 
     from flows.terminal import log_to
-    from rlpipe.stages.scratch import work_dir_of
+    from rlpipe.loop.scratch import work_dir_of
 
     logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
     log_to(logs)

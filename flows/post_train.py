@@ -25,7 +25,7 @@ from flows.ui import RunReport, ended, publish_evaluation, publish_report, untra
 from rlpipe.base.errors import RunWaits
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.stages.session import Session
+from rlpipe.loop.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
 from rlpipe.store.run import Run
 from tasks.stages import evaluate

@@ -15,7 +15,7 @@ from flows.ui import ended, watch
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.processes.memory import settled_heap
-from rlpipe.stages.remaking import pruned_versions
+from rlpipe.stored.remaking import pruned_versions
 from tasks.stages import evaluate, reload_engines, restore_policy
 
 ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.overlap`

@@ -16,7 +16,7 @@ from flows.rl_iteration import Sampled, end_iteration, sample_batch, take_batch,
 from flows.session import open_session
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.stages.session import Session
+from rlpipe.loop.session import Session
 
 
 @flow(name="rl-iteration-async", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)

@@ -15,14 +15,14 @@ from flows.ui import publish_iteration
 from rlpipe.base.manifests import IterationRecord, StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import all_ended
 from rlpipe.stages.branches import shards_with_branches
 from rlpipe.stages.generation import num_shards
 from rlpipe.stages.iteration import Before, commit_iteration, committed_before
-from rlpipe.stages.redo import rounds_to_redo
 from rlpipe.stages.scoring import over_rounds
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import all_ended
 from rlpipe.stages.training import other_reference
+from rlpipe.stored.redo import rounds_to_redo
 from tasks import stages
 
 

@@ -25,19 +25,19 @@ from flows.ui import only_shown
 from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerError, UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.preflight import passed_just_now, preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
+from rlpipe.loop import session as stages
+from rlpipe.loop.behind import CommittedLate
 from rlpipe.rewards.process import RewardLost
-from rlpipe.stages import session as stages
-from rlpipe.stages.behind import CommittedLate
-from rlpipe.stages.preflight import passed_just_now, preflight
-from rlpipe.stages.retired import withdraw_steps
 from rlpipe.store.backend import open_store
 from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
 from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.run import OtherSettings, Run, open_existing
 from rlpipe.store.run_record import record_start
+from rlpipe.stored.retired import withdraw_steps
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
 
 # longer than a run may take: a schedule that is always late shows as waiting flow runs

@@ -12,7 +12,7 @@ from flows.ui import ended
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.stages.session import Session
+from rlpipe.loop.session import Session
 from rlpipe.stages.sft import LOSS, out_of_patience, previous_policy, validation_losses
 from rlpipe.store.run import BEFORE_SFT
 from tasks.stages import evaluate, prepare_sft_data, select_segment, train_segment

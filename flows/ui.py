@@ -29,16 +29,16 @@ from flows.events import Facts, tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.printable import printable
+from rlpipe.loop.session import Session
 from rlpipe.records.turns import transcript
 from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
 from rlpipe.report.tracking import ROLLOUTS
-from rlpipe.stages.remaking import restore_policy
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.limits import Untrained, untrained
 from rlpipe.store.patience import hurrying
 from rlpipe.store.run import Run
+from rlpipe.stored.remaking import restore_policy
 
 NOTHING_TRAINED = (
     "{skipped}: the policy is the one that RL started from, and is not registered. rlpipe show says which groups were"

@@ -24,18 +24,18 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.trainer import SHAPES, TINY, measure_rows
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.plan import training_bytes
+from rlpipe.checks.trial import PlannedTraining, sizes_of
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
 from rlpipe.processes.memory import collect
-from rlpipe.report.plan import training_bytes
 from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import whole_files
 from rlpipe.store.run import open_existing
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.trainer.trial import PlannedTraining, sizes_of
 from scripts.gpu_commands import Commands, kill
 from tests import trainer_world as world
 

@@ -23,10 +23,11 @@ from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
+from rlpipe.loop.session import Session
 from rlpipe.services.finder import StartService
-from rlpipe.stages import base, evaluation, filtering, generation, importing, policy, remaking, sampling, scoring, sft
-from rlpipe.stages.session import Session
+from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft
 from rlpipe.store.patience import Away
+from rlpipe.stored import importing, remaking
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.loop.stage import Stage
+from rlpipe.loop.stage import stage_settings as settings_of_fields
 from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft
-from rlpipe.stages.stage import Stage
-from rlpipe.stages.stage import stage_settings as settings_of_fields
 from rlpipe.stages.training import TRAINED_BY
 
 STAGES: dict[tuple[str, str], Stage] = {

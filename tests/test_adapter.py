@@ -20,13 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.plan import ModelSizes, adapter_lines, training_bytes
+from rlpipe.checks.trial import try_model
 from rlpipe.config.source import read_config
 from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
 from rlpipe.models.merge import AdapterFolder, merge
 from rlpipe.models.small import small_config, small_model
 from rlpipe.models.whole import base_of, whole_policy
-from rlpipe.report.plan import ModelSizes, adapter_lines, training_bytes
 from rlpipe.store.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -39,7 +40,6 @@ from rlpipe.store.adapter_files import (
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.trainer.trial import try_model
 from tests import trainer_world as world
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

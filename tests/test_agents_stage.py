@@ -22,13 +22,13 @@ from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Branch
 from rlpipe.records.turns import turns_of
 from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.audit import unreferenced
 from rlpipe.store.run import create_or_continue

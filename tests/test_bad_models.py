@@ -15,15 +15,15 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rlpipe.base.errors import StoreError, UserError
+from rlpipe.checks.preflight import preflight
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.loop.session import Session
 from rlpipe.models.folder import tensor_shapes, weight_files
 from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES, model_folder
-from rlpipe.stages.preflight import preflight
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.run import create_or_continue
 from tests.fuzz.models import change, make_folder

@@ -13,10 +13,10 @@ import pytest
 from rlpipe.base.errors import EngineError, StoreError, UserError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef, FileRecord
-from rlpipe.stages import behind as module
-from rlpipe.stages import session
-from rlpipe.stages.behind import Behind, CommittedLate, Published
-from rlpipe.stages.session import open_session
+from rlpipe.loop import behind as module
+from rlpipe.loop import session
+from rlpipe.loop.behind import Behind, CommittedLate, Published
+from rlpipe.loop.session import open_session
 from rlpipe.store import patience
 from rlpipe.store.artifacts import commit, find
 from rlpipe.store.backend import Store, open_store

@@ -20,6 +20,7 @@ from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
+from rlpipe.loop.session import Session
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import ROLLOUTS as ROLLOUT_COLUMNS
 from rlpipe.records.rollout import Branch, Rollout, with_branches
@@ -29,7 +30,6 @@ from rlpipe.stages.filtering import filter_groups, with_advantages
 from rlpipe.stages.generation import generate
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.trainer.rl import advantages
 from rlpipe.trainer.trainer import Trainer

@@ -12,6 +12,7 @@ import pytest
 from rlpipe.base.errors import StoreError
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
+from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
@@ -19,7 +20,6 @@ from rlpipe.records.rollout import CarriedRollout, Rollout, is_finished
 from rlpipe.stages.filtering import carried_rollouts
 from rlpipe.stages.iteration import account
 from rlpipe.stages.rollouts import loss_mask, prior_of
-from rlpipe.stages.sampling_round import SamplingRound
 from rlpipe.store.backend import open_store
 from tests.batches import read_rl_batch
 from tests.rows import CARRIED, from_parquet

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks.plan import GIB, ModelSizes, memory_lines, process_lines
 from rlpipe.config.colocation import engine_fraction, trainer_rest_gib
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -24,11 +25,10 @@ from rlpipe.engines.client import EngineUnavailable
 from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.kind import kind_of
 from rlpipe.engines.weights import Probe, Weights, reading_s
+from rlpipe.loop.colocation import MemoryTurns
+from rlpipe.loop.session import Session
 from rlpipe.processes.gpus import gpu_gib
-from rlpipe.report.plan import GIB, ModelSizes, memory_lines, process_lines
 from rlpipe.services.calls import new_session
-from rlpipe.stages.colocation import MemoryTurns
-from rlpipe.stages.session import Session
 from rlpipe.store.limits import gpus_held
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.run import create_or_continue

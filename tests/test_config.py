@@ -11,9 +11,9 @@ import pytest
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
+from rlpipe.checks.plan import plan_lines
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import override_config, read_config
-from rlpipe.report.plan import plan_lines
 from tests.deadlines import DEADLINE_S
 from tests.declared import RL_KINDS, stage_settings
 

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlpipe.report.plan import ModelSizes
-from rlpipe.report.plan_cost import disk_of
-from rlpipe.stages.redo import stored_rounds
+from rlpipe.checks.plan import ModelSizes
+from rlpipe.checks.plan_cost import disk_of
 from rlpipe.store.artifacts import find
 from rlpipe.store.run import open_existing
+from rlpipe.stored.redo import stored_rounds
 from tests.pipeline import MINI, Folder, kill_group, read_record
 from tests.rows import ROLLOUTS, SCORES, read_rows, to_parquet
 

@@ -26,22 +26,22 @@ from pydantic import ValidationError
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
+from rlpipe.loop.session import Session
 from rlpipe.processes.pool import wait_for_end
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Rollout
 from rlpipe.records.turns import turns_of
 from rlpipe.stages import generation
 from rlpipe.stages.generation import generate, round_at_work
-from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score, score_rollouts
-from rlpipe.stages.session import Session
 from rlpipe.stages.turns import PlayedCompletion, environment_metrics
 from rlpipe.store.run import create_or_continue
 from tests.deadlines import SHORT_S, until_async

@@ -13,18 +13,18 @@ from flows.evaluate import version_to_evaluate
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks.preflight import look_at
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.report.curves import evaluation_points, evaluations
 from rlpipe.rewards.registry import check_names
 from rlpipe.stages.evaluation import evaluate
 from rlpipe.stages.generation import generate
-from rlpipe.stages.preflight import look_at
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import commit, read_records
 from rlpipe.store.run import BEFORE_SFT, Run, create_or_continue
 

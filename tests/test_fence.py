@@ -26,9 +26,8 @@ from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.config.source import override_config
-from rlpipe.stages.behind import commit_record
-from rlpipe.stages.holding import cancelled_when_taken_over
-from rlpipe.stages.remaking import put_back
+from rlpipe.loop.behind import commit_record
+from rlpipe.loop.holding import cancelled_when_taken_over
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import MANIFEST, PRUNED, commit, new_attempt, read_manifest, write_bytes
 from rlpipe.store.backend import Store
@@ -39,6 +38,7 @@ from rlpipe.store.pruned import wait_until_pruned
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import create_record
+from rlpipe.stored.remaking import put_back
 from tests.deadlines import DEADLINE_S
 from tests.lease_world import Actor, Interrupted, Killed, Memory, Order, store_of
 from tests.test_store_run import tiny

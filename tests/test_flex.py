@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as torchs
 from transformers import AutoConfig
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.trial import LiveBytes
 from rlpipe.models import flex
 from rlpipe.models.flex import BLOCK, block_mask, leave_flex, texts_of, use_flex, uses_flex
 from rlpipe.models.masks import Masks, own_branch
@@ -40,7 +41,6 @@ from rlpipe.trainer.packing import (
 from rlpipe.trainer.probe_rows import behind, own_logprobs, row_logprobs, sequence
 from rlpipe.trainer.selftest import PROMPT
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.trainer.trial import LiveBytes
 from tests import trainer_world as world
 
 LONG = (140, 90, 33, 29, 17, 5, 3)  # more than a block, and less

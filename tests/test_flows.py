@@ -32,8 +32,8 @@ from flows.ui import TEXT_MAX, _literal
 from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
+from rlpipe.loop.behind import CommittedLate
 from rlpipe.rewards.process import RewardLost
-from rlpipe.stages.behind import CommittedLate
 from rlpipe.store import patience
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue

@@ -12,22 +12,22 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import canonical_json
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import load_sets
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
-from rlpipe.stages import importing
 from rlpipe.stages.filtering import filter_groups
-from rlpipe.stages.importing import import_prompts, import_rollouts
-from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import score
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
 from rlpipe.store.run_record import run_names
+from rlpipe.stored import importing
+from rlpipe.stored.importing import import_prompts, import_rollouts
 from tests.rows import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from tests.test_rollout_files import row, write
 from tests.test_store_run import record_of

@@ -14,7 +14,7 @@ import pytest
 from rlpipe.base.errors import TrainerError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
-from rlpipe.stages.landing import ATTEMPTS_MAX, Landing, do_job
+from rlpipe.loop.landing import ATTEMPTS_MAX, Landing, do_job
 from rlpipe.trainer import client as module
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, LoadJob, SaveJob

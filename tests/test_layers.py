@@ -21,15 +21,18 @@ RANK = {
     "rewards": 3, "environments": 3, "services": 3, "report": 3,
     "engines": 4, "trainer": 4,
     "agents": 5,
-    "stages": 6,
-    "extras": 7,
+    "loop": 6,
+    "stages": 7,
+    "stored": 8,
+    "checks": 9,
+    "extras": 10,
 }  # fmt: skip
 ONLY_IN = {
     "obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "extras/view", "uvicorn": "extras/view",
     "plotly": "extras/view", "duckdb": "extras/queries", "scipy": "extras/why",
 }  # fmt: skip
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
-TORCH_IN = {"trainer", "engines", "algorithms", "models", "extras/local_engine"}
+TORCH_IN = {"trainer", "engines", "algorithms", "models", "checks", "extras/local_engine"}
 DOORS = "rlpipe/config/extras.py"  # the one file of the core that names extras
 TORCH_PROCESS = "rewards/worker.py"  # a process of its own, imported by nothing
 

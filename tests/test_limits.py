@@ -14,8 +14,8 @@ from rlpipe.base.manifests import BestReward, IterationRecord
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import read_config
+from rlpipe.loop.session import Session
 from rlpipe.stages.iteration import commit_iteration
-from rlpipe.stages.session import Session
 from rlpipe.store.limits import (
     GPU_SECONDS,
     SECONDS,

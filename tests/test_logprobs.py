@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.algorithms.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs
-from rlpipe.trainer.trial import LiveBytes
+from rlpipe.checks.trial import LiveBytes
 
 N, H, V = 23, 8, 50
 

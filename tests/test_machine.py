@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks import preflight
+from rlpipe.checks.content import Content
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.commands import EngineAddress, check_python, environment_of
 from rlpipe.engines.toolkit import CUDA_HOMES, toolkit_environment
 from rlpipe.processes import gpus
 from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
-from rlpipe.stages import preflight
-from rlpipe.stages.content import Content
 from rlpipe.trainer.process import GangProcess
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -12,19 +12,19 @@ import pytest
 from safetensors.numpy import save
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.content import Content
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
+from rlpipe.loop.session import Session, work_dir_of
 from rlpipe.models.whole import whole_policy
 from rlpipe.stages.base import base_policy, base_tokenizer
-from rlpipe.stages.content import Content
 from rlpipe.stages.model_source import place_of_model, source_of, with_trained_template
-from rlpipe.stages.remaking import export_policy, restore_policy
-from rlpipe.stages.session import Session, work_dir_of
 from rlpipe.store import outside
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.store.transfer import PART_BYTES
+from rlpipe.stored.remaking import export_policy, restore_policy
 from tests import test_remaking
 from tests.deltas_world import read_folder
 from tests.s3_world import S3Proxy, S3Server

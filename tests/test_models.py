@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.trial import rows_of
 from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
@@ -24,7 +25,6 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import Proof, prove
 from rlpipe.trainer.trainer import Trainer
-from rlpipe.trainer.trial import rows_of
 from scripts.models_table import in_page, try_family
 from tests import trainer_world as world
 from tests.batches import read_conversations

@@ -22,20 +22,20 @@ from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.seeds import rollout_seed
 from rlpipe.base.values import JsonDict
+from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
 from rlpipe.rewards.score import Score
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.generation import generate, num_shards, round_at_work
 from rlpipe.stages.iteration import commit_iteration, committed_before
-from rlpipe.stages.preflight import preflight
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import known_scores, over_rounds, score
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
 from rlpipe.store.run import Run, create_or_continue, fork, planned_fork

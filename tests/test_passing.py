@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.preflight import look_at
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import check, read_config
 from rlpipe.report.show import parameter_text
 from rlpipe.rewards.pool import check_rewards, score
 from rlpipe.rewards.score import combined, score_of
-from rlpipe.stages.preflight import look_at
 from rlpipe.store.run import create_or_continue, open_existing
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

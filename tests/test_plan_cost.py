@@ -12,16 +12,16 @@ import torch
 from transformers import AutoConfig
 
 from rlpipe.base.values import size_text
+from rlpipe.checks import speed
+from rlpipe.checks.plan import ModelSizes
+from rlpipe.checks.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, time_lines
+from rlpipe.checks.speed import measured_speed
+from rlpipe.checks.trial import _speed_of
+from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import hf_config
 from rlpipe.models.small import small_config
-from rlpipe.report.plan import ModelSizes
-from rlpipe.report.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, time_lines
-from rlpipe.stages.base import TriedModel
-from rlpipe.trainer import speed
-from rlpipe.trainer.speed import measured_speed
-from rlpipe.trainer.trial import _speed_of
 from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks import content as content_room
+from rlpipe.checks import trial
+from rlpipe.checks.content import Content
+from rlpipe.checks.plan import GIB, ModelSizes, memory_lines, peak_bytes
+from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
-from rlpipe.report.plan import GIB, ModelSizes, memory_lines, peak_bytes
-from rlpipe.stages import content as content_room
-from rlpipe.stages.base import TriedModel, new_config
-from rlpipe.stages.content import Content
+from rlpipe.stages.base import new_config
 from rlpipe.stages.model_source import place_of_model
-from rlpipe.trainer import trial
 from scripts.fits_table import GANGS, SHAPES, in_page, row
 from tests.deadlines import PIPELINE_S
 from tests.memory_of_a_step import LENGTH, TOKENS

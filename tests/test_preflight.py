@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rlpipe.base.errors import UserError
+from rlpipe.checks.preflight import look_at, preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import split_point
-from rlpipe.stages.preflight import look_at, preflight
 from rlpipe.store.run import Run
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

@@ -9,8 +9,8 @@ import pytest
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import canonical_json
 from rlpipe.config.source import override_config, read_config
-from rlpipe.stages.redo import changes, check_redo
 from rlpipe.store.run import Run, create_or_continue
+from rlpipe.stored.redo import changes, check_redo
 from tests.test_store_run import record_of
 
 PRESETS = Path(__file__).parent.parent / "flows" / "presets"

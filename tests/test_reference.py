@@ -12,13 +12,15 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks import preflight
+from rlpipe.checks.content import Content
+from rlpipe.checks.preflight import look_at
+from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
-from rlpipe.stages import model_source, preflight
-from rlpipe.stages.base import TriedModel, base_reference, check_vocabulary
-from rlpipe.stages.content import Content
-from rlpipe.stages.preflight import look_at
-from rlpipe.stages.session import Session
+from rlpipe.loop.session import Session
+from rlpipe.stages import model_source
+from rlpipe.stages.base import base_reference, check_vocabulary
 from rlpipe.stages.training import other_reference, rl_job
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.run import Run, create_or_continue, fork

@@ -17,16 +17,16 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
+from rlpipe.loop.session import Session
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.policy import checkpoint, train
-from rlpipe.stages.remaking import export_policy, pruned_versions, restore_policy
-from rlpipe.stages.session import Session
 from rlpipe.store import audit
 from rlpipe.store.artifacts import commit, file_sha256, is_pruned, write_bytes
 from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.stored.remaking import export_policy, pruned_versions, restore_policy
 from rlpipe.trainer.client import NotResident
 from rlpipe.trainer.jobs import LoadJob, SaveJob, TrainJob, check_place, job_of
 from rlpipe.trainer.trainer import Trainer

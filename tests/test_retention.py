@@ -22,7 +22,6 @@ from rlpipe.config.sections import CheckpointConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.report.show import show_lines
 from rlpipe.stages.model_source import model_folder
-from rlpipe.stages.remaking import committed_version, export_policy, pruned_versions
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import PRUNED, commit, is_pruned, write_bytes
 from rlpipe.store.backend import Store, open_store
@@ -32,6 +31,7 @@ from rlpipe.store.pruned import read_pruned, wait_until_pruned
 from rlpipe.store.retention import Forks, Pins, Retention, kept_states, kept_versions
 from rlpipe.store.run import Run, create_or_continue, fork, open_existing
 from rlpipe.store.run_record import SHARED_BY_REDO
+from rlpipe.stored.remaking import committed_version, export_policy, pruned_versions
 from tests.test_store_run import PRESETS, tiny
 
 KEPT = ["checkpoint.keep_policies_last=2", "checkpoint.keep_policies_every=5", "checkpoint.keep_states=1"]

@@ -16,15 +16,15 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.training import RlConfig
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages import generation
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.generation import generate, num_shards
-from rlpipe.stages.retired import withdraw_steps
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.store import run_record
 from rlpipe.store.run import create_or_continue
+from rlpipe.stored.retired import withdraw_steps
 from tests.rows import BATCH, SCORES
 from tests.test_oversampling import POLICY, PlayedPool, PlayedRewards, World
 

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.loop.session import Session
 from rlpipe.processes.launch import free_port
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
 from rlpipe.records.turns import turns_of
 from rlpipe.rewards.score import Score, facts_of
-from rlpipe.stages.preflight import preflight
 from rlpipe.stages.scoring import score_key, score_rollouts
-from rlpipe.stages.session import Session
 from rlpipe.store.run import create_or_continue
 from tests.deadlines import DEADLINE_S
 from tests.rows import rollout

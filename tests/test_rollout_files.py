@@ -18,7 +18,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.records.columns import as_row
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Group
-from rlpipe.stages.foreign import ForeignFiles, has_no_logprobs, prompt_book
+from rlpipe.stored.foreign import ForeignFiles, has_no_logprobs, prompt_book
 
 GROUP = 2
 PROMPT = Prompt(

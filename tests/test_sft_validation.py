@@ -23,10 +23,10 @@ from rlpipe.config.training import SftConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import in_part, split_point, split_validation
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Talk
 from rlpipe.report.curves import evaluations
 from rlpipe.report.show import run_lines
-from rlpipe.stages.session import Session
 from rlpipe.stages.sft import (
     best_segment,
     out_of_patience,

@@ -15,15 +15,15 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import RETIRED, PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.config.training import RlConfig
+from rlpipe.loop import clock as clocks
+from rlpipe.loop.clock import Clock
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.report.curves import reward_svg
-from rlpipe.stages import clock as clocks
 from rlpipe.stages.base import base_reference
-from rlpipe.stages.clock import Clock
 from rlpipe.stages.iteration import CURVE_NEWEST, CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.stages.training import RL_TRAINING, position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
 from rlpipe.store.run import Run, create_or_continue

@@ -13,11 +13,11 @@ import pytest
 from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest, OnGroup
-from rlpipe.stages import importing
 from rlpipe.stages.filtering import filter_groups
-from rlpipe.stages.importing import import_prompts, import_rollouts
 from rlpipe.stages.scoring import score
 from rlpipe.store.run import create_or_continue
+from rlpipe.stored import importing
+from rlpipe.stored.importing import import_prompts, import_rollouts
 from tests.rows import BATCH, CARRIED
 from tests.test_importing import commit_base
 from tests.test_oversampling import PlayedPool, World, check_iteration

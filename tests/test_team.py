@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.trial import LiveBytes
 from rlpipe.models.causal import small_windows
 from rlpipe.models.flex import use_flex
 from rlpipe.models.small import VOCABULARY, small_config, small_model
@@ -21,7 +22,6 @@ from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Row, Text, sequence_of
 from rlpipe.trainer.probe_rows import behind, sequence
 from rlpipe.trainer.selftest import PROMPT
-from rlpipe.trainer.trial import LiveBytes
 from tests.team_world import on_ranks
 
 LENGTHS = (61, 33, 29, 17, 5, 3)

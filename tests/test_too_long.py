@@ -10,15 +10,15 @@ import pytest
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks.preflight import look_at, preflight
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Conversation
-from rlpipe.stages.preflight import look_at, preflight
 from rlpipe.stages.sampling import sample_prompts
-from rlpipe.stages.session import Session
 from rlpipe.stages.sft import prepare_sft_data
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.run import create_or_continue
@@ -93,7 +93,7 @@ async def test_conversations_are_truncated_dropped_or_refused(folder: Path) -> N
 
 
 def test_what_is_left_out_is_said_before_a_run_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpipe.stages.content.Content.memory", lambda _: "")
+    monkeypatch.setattr("rlpipe.checks.content.Content.memory", lambda _: "")
     findings = look_at(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail"))
     assert (
         findings.faults

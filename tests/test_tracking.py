@@ -17,11 +17,11 @@ from rlpipe.base.errors import RunWaits, UserError
 from rlpipe.config.pipeline import identity
 from rlpipe.config.sections import DataConfig
 from rlpipe.config.source import read_config
+from rlpipe.loop.session import open_session
 from rlpipe.processes.launch import free_port
 from rlpipe.report import tracking
 from rlpipe.report.curves import BEFORE_RL, DataSet, Point
 from rlpipe.report.tracking import Tracker, status_of
-from rlpipe.stages.session import open_session
 from rlpipe.store.backend import open_store
 from rlpipe.store.code_version import code_version
 from rlpipe.store.run import Run

@@ -19,10 +19,10 @@ from rlpipe.stages.base import base_policy, base_probe, base_tokenizer
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.model_source import source_of, write_trained_template
 from rlpipe.stages.policy import checkpoint, train
-from rlpipe.stages.remaking import export_policy
 from rlpipe.store import audit
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import create_or_continue
+from rlpipe.stored.remaking import export_policy
 from tests.fuzz.models import change, make_folder
 from tests.test_chat_templates import make_with
 from tests.test_data_chat import CHATML

@@ -9,8 +9,8 @@ Where it finds none, the comment that expects the error is an error itself.
 from __future__ import annotations
 
 from rlpipe.base.references import ArtifactRef
+from rlpipe.loop.session import Session
 from rlpipe.stages.sampling import sample_prompts
-from rlpipe.stages.session import Session
 from tasks import stages
 
 

@@ -25,10 +25,10 @@ from rlpipe.base.references import FileRecord
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, StageKey, all_ended
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import BRANCHES_FILE, OUT_OF_TURNS, TRUNCATED, Branch, EnvironmentOutcome
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, StageKey, all_ended
 from rlpipe.stages.turns import PlayedCompletion
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,7 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,11 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
-from rlpipe.engines.weights import reading_s
+from rlpipe.loop.session import PromptSets, Session
+from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.models.folder import weight_files
 from rlpipe.models.whole import base_of
-from rlpipe.processes.launch import READY_TIMEOUT_S
-from rlpipe.processes.pool import Child, ChildPool
 from rlpipe.records.messages import content_text
-from rlpipe.report.plan import ModelSizes
-from rlpipe.report.plan_cost import Speed, places
 from rlpipe.stages.model_source import (
     MODEL_FILES,
     RUN,
@@ -39,8 +34,6 @@ from rlpipe.stages.model_source import (
     source_of,
     write_trained_template,
 )
-from rlpipe.stages.session import PromptSets, Session
-from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.training import new_adapter, save_loaded
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store
@@ -49,48 +42,6 @@ from rlpipe.store.run import Run
 from rlpipe.trainer.jobs import LoadJob, NewModel
 
 TOKENIZER_TEXTS_MAX = 2000
-
-
-@dataclass(frozen=True)
-class TriedModel:
-    """The facts of a model whose config and shapes were tried.
-
-    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
-    """
-
-    num_parameters: int
-    rows: str
-    sizes: ModelSizes | None
-    speed: Speed | str = "no GPU is tried by a plan"
-
-
-def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
-    """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`;
-    `sized`: with what a plan counts.
-    """
-    trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
-    hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}
-    if sized:
-        training = {"tokens_max": trainer.tokens_max, "activation_checkpointing": trainer.activation_checkpointing}
-        hello["training"] = training | {"dtype": config.model.dtype} | shared
-        if not (trainer.gpu_ids or config.engines.gpu_ids):
-            engine = {"places": places(config), "engine_threads": config.engines.threads}
-            hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
-    field = str(named["where"])
-    timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
-    with closing(ChildPool(field, "rlpipe.trainer.trial", hello, start_timeout_s=timeout_s)) as trial:
-        (ready,) = trial.on_all(Child.start)
-    assert ready["num_parameters"] > 0, "a model without parameters"
-    sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
-    tried = TriedModel(ready["num_parameters"], ready["rows"], sizes)
-    timed = ready["speed"]
-    return replace(tried, speed=Speed(**timed) if isinstance(timed, dict) else timed) if timed else tried
-
-
-def tried_adapter(config: PipelineConfig) -> dict[str, object]:
-    """The arguments of `try_model` on the adapter that a model gets; empty without an adapter."""
-    adapter = new_adapter(config)
-    return {"adapter": asdict(adapter.settings)} if adapter else {}
 
 
 @stage("base", "tokenizer", settings=["model.*"], verb="prepare_tokenizer")

@@ -13,14 +13,14 @@ from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, agent_fields, sample, sampling_params
 from rlpipe.stages.rollouts import PromptGroup, rollouts_of
 from rlpipe.stages.sampling import check_lengths, encoded_prompts
 from rlpipe.stages.scoring import SCORING, score_rollouts
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
 
 # fields that evaluations share with RL, unless they are given

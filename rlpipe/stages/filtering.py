@@ -22,6 +22,8 @@ from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import (
     BATCH,
@@ -40,8 +42,6 @@ from rlpipe.records.rollout import (
 from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.store.artifacts import read_records
 
 FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max",

@@ -16,6 +16,9 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
 from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.loop.sampling_round import SamplingRound, Scores
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
 from rlpipe.stages.agents import act, write_branches
@@ -23,10 +26,7 @@ from rlpipe.stages.branches import branch_fields
 from rlpipe.stages.filtering import survives
 from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
 from rlpipe.stages.sampling import carried_groups
-from rlpipe.stages.sampling_round import SamplingRound, Scores
 from rlpipe.stages.scoring import SCORING, rewarded
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, read_records
 

@@ -12,9 +12,9 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, Metrics
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import now
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import now
 from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
 
 CURVE_POINTS_MAX = 64

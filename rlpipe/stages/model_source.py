@@ -22,9 +22,9 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.links import check_links
 from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
+from rlpipe.loop.session import work_dir_of
 from rlpipe.models.folder import INDEX, folder_config, tensor_shapes, weight_files
 from rlpipe.models.whole import base_of, whole_policy
-from rlpipe.stages.session import work_dir_of
 from rlpipe.store.artifacts import PRUNED, is_pruned
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA

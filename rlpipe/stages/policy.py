@@ -13,8 +13,8 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.sampling_round import SamplingRound
+from rlpipe.loop.session import Session
 from rlpipe.records.kinds import Span
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import CUT_SHORT, TRUNCATED, CarriedRollout, Group, Rollout
-from rlpipe.stages.sampling_round import SamplingRound
-from rlpipe.stages.session import Session
 from rlpipe.stages.turns import PlayedCompletion, played_before
 
 

@@ -25,11 +25,11 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.conversations import encode_asked, prompt_lengths
 from rlpipe.data.cursor import CursorPosition, Draw, PromptCursor
 from rlpipe.data.sources import room_for
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.kinds import Float, Int32, Text
 from rlpipe.records.prompt import Message, Prompt
 from rlpipe.records.rollout import CarriedRollout, Group
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_prompts
 from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store

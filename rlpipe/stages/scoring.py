@@ -14,6 +14,9 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import Metrics
 from rlpipe.config.passing import passing_reward
+from rlpipe.loop.sampling_round import ScoreKey, Scores
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.kinds import Float, Int32, Json, Text
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, WORLD_FAULTS, Rollout
@@ -21,9 +24,6 @@ from rlpipe.records.turns import turns_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, RolloutFacts, Score, facts_of
 from rlpipe.stages.sampling import prompts_by_id
-from rlpipe.stages.sampling_round import ScoreKey, Scores
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, stage
 from rlpipe.stages.turns import environment_metrics
 from rlpipe.store.artifacts import read_records, read_records_if_any
 

@@ -16,11 +16,11 @@ from rlpipe.config.training import SftConfig
 from rlpipe.data.conversations import encode_talk, tokenise_conversations
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import fitting, load_conversations, split_validation
+from rlpipe.loop.landing import OnProgress
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.records.prompt import Talk
 from rlpipe.records.rollout import Conversation
-from rlpipe.stages.landing import OnProgress
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, stage
 from rlpipe.stages.training import TRAINED_BY, commit_saved, save_job, sft_job, train_job
 from rlpipe.store.run import Run
 

@@ -20,10 +20,10 @@ from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
-from rlpipe.stages.behind import Published
-from rlpipe.stages.landing import Landing, OnProgress, Rebuild, do_job, send
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.loop.behind import Published
+from rlpipe.loop.landing import Landing, OnProgress, Rebuild, do_job, send
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage_settings
 from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.nearby import NodeDisk

@@ -25,10 +25,10 @@ from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, NextTurn, OnGroup
 from rlpipe.environments.pool import EnvironmentFault
+from rlpipe.loop.session import Session
+from rlpipe.loop.stage import all_ended
 from rlpipe.records.prompt import Message, Prompt
 from rlpipe.records.rollout import CUT_SHORT, OUT_OF_TURNS, TRUNCATED, EnvironmentOutcome, Rollout
-from rlpipe.stages.session import Session
-from rlpipe.stages.stage import all_ended
 
 log = logging.getLogger(__name__)
 

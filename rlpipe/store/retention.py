@@ -3,7 +3,7 @@
 Pruning deletes the files of an artifact; its manifest stays.
 
 A pruned policy can be made again, to the same hashes: from the newest training state before it (or
-weight version 0) and the stored batches, which are always kept (rlpipe/stages/remaking.py). Only
+weight version 0) and the stored batches, which are always kept (rlpipe/stored/remaking.py). Only
 policies and states of phase `rl` are pruned, by the process that holds the run's lease, beside its
 work; SFT and what a run starts from stay. A forked run prunes its own iterations only.
 

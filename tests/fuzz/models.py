@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks import trial as model_trial
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.source import read_config
 from rlpipe.data import trial as tokenizer_trial
@@ -22,7 +23,6 @@ from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.records.prompt import Prompt
 from rlpipe.stages.model_source import model_folder
-from rlpipe.trainer import trial as model_trial
 from tests.engine_fixtures import tiny_model
 
 PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"

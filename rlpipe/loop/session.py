@@ -28,6 +28,12 @@ from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
 from rlpipe.environments.pool import EnvironmentPool
+from rlpipe.loop.behind import Behind
+from rlpipe.loop.clock import Clock
+from rlpipe.loop.colocation import MemoryTurns
+from rlpipe.loop.holding import cancelled_when_taken_over, told
+from rlpipe.loop.sampling_round import SamplingRound
+from rlpipe.loop.scratch import remove_copies, work_dir_of
 from rlpipe.processes.launch import raise_file_limit
 from rlpipe.processes.pool import code_environment
 from rlpipe.records.prompt import Prompt
@@ -35,12 +41,6 @@ from rlpipe.report.curves import DataSet, fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
-from rlpipe.stages.behind import Behind
-from rlpipe.stages.clock import Clock
-from rlpipe.stages.colocation import MemoryTurns
-from rlpipe.stages.holding import cancelled_when_taken_over, told
-from rlpipe.stages.sampling_round import SamplingRound
-from rlpipe.stages.scratch import remove_copies, work_dir_of
 from rlpipe.store import lease
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.patience import working

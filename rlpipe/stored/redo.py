@@ -11,11 +11,11 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.loop.stage import stage_settings
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.generation import ENDED_BY, generate
 from rlpipe.stages.sampling import DRAWN_BY, sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.stages.stage import stage_settings
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
 

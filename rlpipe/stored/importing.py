@@ -19,17 +19,17 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.data.cursor import CursorPosition
+from rlpipe.loop.session import PromptSets, Session
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
-from rlpipe.stages.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.stages.generation import SAMPLED_BY
-from rlpipe.stages.redo import stored_rounds
 from rlpipe.stages.sampling import DRAWN_BY, carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
-from rlpipe.stages.session import PromptSets, Session
-from rlpipe.stages.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
 from rlpipe.store.run import Run, open_existing
+from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
+from rlpipe.stored.redo import stored_rounds
 
 log = logging.getLogger(__name__)
 RUN = "run:"

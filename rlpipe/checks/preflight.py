@@ -12,14 +12,20 @@ from typing import NamedTuple
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
+from rlpipe.checks.content import Content, label
+from rlpipe.checks.plan import warning_lines
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.sources import load_sets
 from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.models.folder import folder_config
-from rlpipe.report.plan import warning_lines
 from rlpipe.stages.base import tokenizer_folder
-from rlpipe.stages.content import Content, label
-from rlpipe.stages.importing import (
+from rlpipe.stages.model_source import source_of
+from rlpipe.stages.sampling import check_carried
+from rlpipe.store.artifacts import file_sha256
+from rlpipe.store.backend import check_access, open_store
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.run import Run, find_run
+from rlpipe.stored.importing import (
     IMPORTED,
     check_enough,
     check_groups,
@@ -29,12 +35,6 @@ from rlpipe.stages.importing import (
     is_run,
     source_run,
 )
-from rlpipe.stages.model_source import source_of
-from rlpipe.stages.sampling import check_carried
-from rlpipe.store.artifacts import file_sha256
-from rlpipe.store.backend import check_access, open_store
-from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, find_run
 
 log = logging.getLogger(__name__)
 _passed: set[str] = set()  # hashes of configs

@@ -8,8 +8,8 @@ import shutil
 from dataclasses import dataclass
 
 from rlpipe.base.values import size_text
+from rlpipe.checks.plan import BYTES, ModelSizes
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.report.plan import BYTES, ModelSizes
 from rlpipe.store.backend import open_store
 from rlpipe.store.retention import kept_states, kept_versions
 

@@ -28,9 +28,9 @@ from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import ADDED, PipelineConfig, stored_tree
+from rlpipe.loop.behind import Published
+from rlpipe.loop.session import Session
 from rlpipe.records.columns import to_parquet, to_table
-from rlpipe.stages.behind import Published
-from rlpipe.stages.session import Session
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
 from rlpipe.store.code_version import code_version

@@ -19,10 +19,10 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.loop.session import Session, open_session
+from rlpipe.loop.stage import Attempt
 from rlpipe.models.whole import base_of, whole_policy
 from rlpipe.stages.model_source import write_trained_template
-from rlpipe.stages.session import Session, open_session
-from rlpipe.stages.stage import Attempt
 from rlpipe.stages.training import StoredAs, position, replay, save
 from rlpipe.store.artifacts import PRUNED, is_pruned, new_attempt
 from rlpipe.store.backend import Store, open_store

@@ -17,6 +17,9 @@ from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_f
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, expanded
+from rlpipe.checks.plan import memory_lines
+from rlpipe.checks.plan_cost import Lengths, disk_lines, time_lines
+from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
@@ -29,19 +32,10 @@ from rlpipe.processes.gpus import check_gpus
 from rlpipe.processes.pool import code_environment
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
-from rlpipe.report.plan import memory_lines
-from rlpipe.report.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
 from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
-from rlpipe.stages.base import (
-    TriedModel,
-    check_reference,
-    new_config,
-    tokenizer_folder,
-    tried_adapter,
-    try_model,
-)
+from rlpipe.stages.base import check_reference, new_config, tokenizer_folder
 from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits

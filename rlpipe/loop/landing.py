@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import TrainerError
-from rlpipe.stages.behind import Act
-from rlpipe.stages.session import Session
+from rlpipe.loop.behind import Act
+from rlpipe.loop.session import Session
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import ANY_JOB, GangJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
 

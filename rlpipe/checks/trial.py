@@ -1,5 +1,5 @@
 """A model's config and its tensors' names, shapes and values, tried without the model in memory
-(`python -m rlpipe.trainer.trial`) before a run depends on them.
+(`python -m rlpipe.checks.trial`) before a run depends on them.
 
 First line in: {"where", "folder" or "config", "context_tokens_max", "context_ranks", "training":
 {"dtype", "tokens_max", "activation_checkpointing", "context_ranks"} for a plan, "timed": see
@@ -29,6 +29,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.plan import ModelSizes
+from rlpipe.checks.plan_cost import Speed
+from rlpipe.checks.speed import measured_speed
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import check_weights
@@ -36,13 +39,10 @@ from rlpipe.models.folder import check_generation_config, folder_config
 from rlpipe.models.small import small_config, small_model
 from rlpipe.models.team import Team, check_team, use_team
 from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
-from rlpipe.report.plan import ModelSizes
-from rlpipe.report.plan_cost import Speed
 from rlpipe.store.adapter_files import ADAPTER
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import prove
-from rlpipe.trainer.speed import measured_speed
 
 TOKENS = 8  # of the forward pass, which is of shapes only
 # what a family's code raises that asks for values where there are only shapes

@@ -1,0 +1,58 @@
+"""A model that is tried before a run depends on it: in a process of its own (`trial.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rlpipe.checks.plan import ModelSizes
+from rlpipe.checks.plan_cost import Speed, places
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.engines.weights import reading_s
+from rlpipe.processes.launch import READY_TIMEOUT_S
+from rlpipe.processes.pool import Child, ChildPool
+from rlpipe.stages.training import new_adapter
+
+
+@dataclass(frozen=True)
+class TriedModel:
+    """The facts of a model whose config and shapes were tried.
+
+    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
+    """
+
+    num_parameters: int
+    rows: str
+    sizes: ModelSizes | None
+    speed: Speed | str = "no GPU is tried by a plan"
+
+
+def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
+    """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`;
+    `sized`: with what a plan counts.
+    """
+    trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
+    hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}
+    if sized:
+        training = {"tokens_max": trainer.tokens_max, "activation_checkpointing": trainer.activation_checkpointing}
+        hello["training"] = training | {"dtype": config.model.dtype} | shared
+        if not (trainer.gpu_ids or config.engines.gpu_ids):
+            engine = {"places": places(config), "engine_threads": config.engines.threads}
+            hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
+    field = str(named["where"])
+    timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
+    with closing(ChildPool(field, "rlpipe.checks.trial", hello, start_timeout_s=timeout_s)) as trial:
+        (ready,) = trial.on_all(Child.start)
+    assert ready["num_parameters"] > 0, "a model without parameters"
+    sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
+    tried = TriedModel(ready["num_parameters"], ready["rows"], sizes)
+    timed = ready["speed"]
+    return replace(tried, speed=Speed(**timed) if isinstance(timed, dict) else timed) if timed else tried
+
+
+def tried_adapter(config: PipelineConfig) -> dict[str, object]:
+    """The arguments of `try_model` on the adapter that a model gets; empty without an adapter."""
+    adapter = new_adapter(config)
+    return {"adapter": asdict(adapter.settings)} if adapter else {}
