@@ -190,7 +190,7 @@ def test_config_types_and_commands_import_nothing_heavy_and_the_flow_process_no_
         "import sys; import rlpipe.config.pipeline, rlpipe.config.source, rlpipe.base.manifests\n"
         "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'obstore', 'botocore'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "import flows.cli, rlpipe.extras.local_engine.server\n"
+        "import flows.cli\n"
         "assert not {'torch', 'transformers', 'prefect'} & set(sys.modules)\n"
         "import flows.post_train, flows.evaluate\n"
         "assert 'torch' not in sys.modules\n"

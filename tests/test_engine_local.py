@@ -220,3 +220,9 @@ async def test_five_hundred_clients_at_once_are_answered() -> None:
                 return answer.status
 
         assert await asyncio.gather(*(ask() for _ in range(500))) == [200] * 500
+
+
+def test_its_server_is_imported_without_torch_and_transformers() -> None:
+    program = "import sys, rlpipe.extras.local_engine.server; assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr

@@ -335,7 +335,7 @@ async def test_vllm_reloads_a_tied_model_wrongly_and_does_not_get_to_sample(
     two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts = two.restarts()
-    monkeypatch.setattr("rlpipe.engines.fetching.untied", lambda folder: folder)
+    monkeypatch.setattr("rlpipe.extras.vllm.kind.untied", lambda folder: folder)
     await two.serve(two.other)  # 200 and the right version from both; the probe says otherwise
     await two.until_back()
     assert two.restarts() == [count + 1 for count in restarts]

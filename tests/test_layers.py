@@ -32,9 +32,10 @@ ONLY_IN = {
     "plotly": "extras/view", "duckdb": "extras/queries", "scipy": "extras/why",
 }  # fmt: skip
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
-TORCH_IN = {"trainer", "engines", "algorithms", "models", "checks", "extras/local_engine"}
+TORCH_IN = {"trainer", "engines", "algorithms", "models", "extras/local_engine"}
+ENGINES_TOO = {"extras/local_engine", "extras/vllm"}  # they run without a trainer
 DOORS = "rlpipe/config/extras.py"  # the one file of the core that names extras
-TORCH_PROCESS = "rewards/worker.py"  # a process of its own, imported by nothing
+TORCH_PROCESSES = ("rewards/worker.py", "checks/trial.py", "checks/speed.py")  # of their own, not of a flow
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
@@ -68,14 +69,15 @@ def violations() -> Iterator[str]:
             if (
                 top in ("torch", "transformers")
                 and here not in TORCH_IN
-                and not path.as_posix().endswith(TORCH_PROCESS)
+                and not path.as_posix().endswith(TORCH_PROCESSES)
             ):
                 yield where
             if top == "rlpipe" and rest and RANK[rest[0]] > RANK[package]:
                 yield f"{where} (upward)"
             if extra and rest[:1] == ["extras"] and rest[1] != extra:
                 yield f"{where} (an extra imports the core, and no other extra)"
-            if {here, *rest[:1]} == {"engines", "trainer"}:
+            side = "engines" if here in ENGINES_TOO else here
+            if {side, *rest[:1]} == {"engines", "trainer"}:
                 yield f"{where} (engines and trainer never meet)"
     for path in sorted((ROOT / "tasks").rglob("*.py")):
         for name, line in imports_of(path):
@@ -103,7 +105,9 @@ def test_an_extra_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "duckdb", None)
     monkeypatch.delitem(sys.modules, "rlpipe.extras.queries.command", raising=False)
     monkeypatch.delitem(sys.modules, "rlpipe.extras.queries.queries", raising=False)
-    with pytest.raises(UserError, match=r"^rlpipe sql: needs the package duckdb, .* pip install 'rlpipe\[queries\]'$"):
+    with pytest.raises(
+        UserError, match=r"^rlpipe sql: needs the package duckdb, .* pip install -c constraints.txt -e '\.\[queries\]'$"
+    ):
         extras.opened(extras.COMMANDS["sql"], "rlpipe sql")
 
 

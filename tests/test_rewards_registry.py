@@ -108,7 +108,7 @@ def test_a_path(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nope", ["rl.rewards", "'nope'", "reasoning_gym, math, deepscaler, code, exact, format"]),
+        ("nope", ["rl.rewards", "'nope'", "reasoning_gym, math, deepscaler, exact, format"]),
         ("no_such_module_at_all:f", ["rl.rewards", "no_such_module_at_all", "ModuleNotFoundError", "tried"]),
         ("json:nope", ["json", "has no 'nope'"]),
         ("json:__name__", ["cannot be called"]),

@@ -127,7 +127,7 @@ def test_a_package_of_an_extra_is_named(extra: str, command: list[str], bare: Pa
         [sys.executable, "-m", "flows.cli", *command], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))},
     )  # fmt: skip
-    assert ended.returncode == 2 and f"pip install 'rlpipe[{extra}]'" in ended.stderr, ended.stderr
+    assert ended.returncode == 2 and f"pip install -c constraints.txt -e '.[{extra}]'" in ended.stderr, ended.stderr
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def opened(extra: Extra, wanted: str) -> Any:
         missing = error.name or ""
         if missing in extra.packages:
             raise UserError(
-                f"{wanted}: needs the package {missing}, which is not installed; pip install 'rlpipe[{extra.install}]'"
+                f"{wanted}: needs the package {missing}, which is not installed; in a checkout of rlpipe:"
+                f" pip install -c constraints.txt -e '.[{extra.install}]'"
             ) from error
         if missing == ROOM or missing.startswith(f"{ROOM}."):
             raise UserError(

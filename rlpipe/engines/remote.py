@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from rlpipe.base.errors import EngineError, StoreError, UserError
 from rlpipe.base.references import ArtifactRef
+from rlpipe.config import extras
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import EngineClient, EngineUnavailable
@@ -296,6 +297,8 @@ class RemoteHost:
             raise EngineUnavailable(f"host {self.name} does not answer as one: {answer!r:.200}") from error
         self.progress = status.progress
         kind, keys = self.peer.record.engine, engine_keys(self.peer.record.key)
+        if kind not in extras.ENGINES:  # a host of newer code
+            raise EngineUnavailable(f"host {self.name} has engines of kind {kind!r}, which this rlpipe does not know")
         clients = [kind_of(kind).client(engine.name, engine.url, self.session, keys) for engine in status.engines]
         for client, engine in zip(clients, status.engines, strict=True):
             client.adapted = engine.adapted

@@ -116,7 +116,13 @@ class SamplingRound:
         prompts = {entry.prompt.prompt_id: entry.prompt for entry in ready}
         rollouts = [rollout for entry in ready for rollout in entry.group]
         together: Future[list[Rollout]] = Future()
-        settle(together, lambda: self._score(prompts, rollouts, self._scores))
+
+        def scored() -> list[Rollout]:
+            answered = self._score(prompts, rollouts, self._scores)
+            assert len(answered) == len(rollouts), "a score for every rollout"
+            return answered
+
+        settle(together, scored)
         start = 0
         for entry in ready:  # not `grouped`: a group may be there twice, after a retry
             part = slice(start, start + len(entry.group))

@@ -11,8 +11,11 @@ from rlpipe.config.secrecy import without_passwords
 
 MESSAGE_CHARS_MAX = 200
 DATABASE_AWAY = "OperationalError"  # of whatever driver
-# of the store, and of a file in it that is not as it should be
-READ_FAULTS = (StoreError, OSError, ValueError, LookupError, TypeError)
+# of the store, and of a file in it that is not as it should be, whatever trips over that
+READ_FAULTS = (
+    StoreError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
+    RuntimeError,
+)  # fmt: skip
 Read = TypeVar("Read")
 
 
