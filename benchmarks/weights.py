@@ -153,7 +153,7 @@ class World:
         reloads = list[Reload]()
         try:
             async with open_session(config) as session:
-                saves = timed_saves(session.trainer)
+                saves = timed_saves(session.trainer.client)
                 tokenizer = await base_tokenizer(session)
                 policy = (await base_policy(session, tokenizer=tokenizer.ref)).ref
                 await reload_engines(session, policy=policy, version=0)

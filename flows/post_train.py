@@ -75,7 +75,7 @@ async def _phases(config: PipelineConfig) -> RunReport:
         if run.num_segments and run.parent is None:
             await sft(config=config)
             if not await asyncio.to_thread(lambda: run.sft_complete):
-                reason = await reason_to_end(session, "sft", await asyncio.to_thread(session.num_committed, "sft"))
+                reason = await reason_to_end(session, "sft", await asyncio.to_thread(session.run.num_done, "sft"))
                 return await ended(session, PHASES, {"run": run.name, "stopped": reason}, reason)
         elif not config.rl.num_iterations:
             await prepare(session)
@@ -83,7 +83,7 @@ async def _phases(config: PipelineConfig) -> RunReport:
         if config.rl.num_iterations:
             await _require_approval(session, "rl")
             await rl(config=config)
-        done = await asyncio.to_thread(session.num_committed, "rl")
+        done = await asyncio.to_thread(session.run.num_done, "rl")
         if not (await asyncio.to_thread(untrained_so_far, session.run, done)).is_all:
             await _require_approval(session, "register")
         report = await publish_report(session, done)
@@ -98,7 +98,7 @@ async def _require_approval(session: Session, gate: Gate) -> None:
     if not await asyncio.to_thread(is_awaited, run, gate):
         return
     evaluated = gate == "rl" and config.sets("evaluation") and not config.rl.rollouts_from
-    if evaluated and not await asyncio.to_thread(session.num_committed, "rl"):
+    if evaluated and not await asyncio.to_thread(session.run.num_done, "rl"):
         policy, _ = await asyncio.to_thread(run.policy, 0)
         await evaluate(session, policy=policy, version=0)  # RL begins with it, and finds it
     raise ApprovalNeeded(run, gate, await publish_evaluation(session, BEFORE[gate]))

@@ -40,13 +40,13 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             first = "the policy is evaluated, then " if iteration == 0 and config.sets("evaluation") else ""
             say(
-                f"RL: engines and trainer start where they are not up (logs: {session.work_dir}), {first}a line an"
+                f"RL: engines and trainer start where they are not up (logs: {session.data.folder}), {first}a line an"
                 " iteration"
             )
             if config.trainer.place == "deployment":
                 # before the engines: of two runs that each hold one of two full pools, both would
                 # wait
-                await session.gang()
+                await session.trainer.ready()
             policy, _ = await asyncio.to_thread(session.run.policy, iteration)
             if not config.rl.rollouts_from:  # else they are needed to evaluate only
                 for version in await asyncio.to_thread(pruned_versions, session.run, iteration):

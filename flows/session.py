@@ -228,8 +228,8 @@ async def begin_rl(session: stages.Session) -> int:
             "rl.overlap='steps' is 'none' now: what it left of an unfinished iteration is made again (%d artifacts)",
             len(withdrawn),
         )
-    session.retention.prune()
-    return await asyncio.to_thread(session.num_committed, "rl")
+    session.behind.retention.prune()
+    return await asyncio.to_thread(session.run.num_done, "rl")
 
 
 async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:

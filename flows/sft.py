@@ -8,7 +8,7 @@ from prefect import flow
 
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.terminal import bar, say, segment_line
-from flows.ui import ended
+from flows.ui import ended, track_data
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
@@ -34,12 +34,12 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     async with open_session(config) as session:
         tokenizer, data = await begin_sft(session)
         run, total = session.run, session.run.num_segments
-        first = await asyncio.to_thread(session.num_committed, "sft")
+        first = await asyncio.to_thread(session.run.num_done, "sft")
         session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
         losses = await asyncio.to_thread(validation_losses, run, first)
         if first < total:
-            slow = f"some ten seconds, minutes for a large model; log: {session.work_dir}/trainer.log"
+            slow = f"some ten seconds, minutes for a large model; log: {session.data.folder}/trainer.log"
             say(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
@@ -62,7 +62,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
                 say(segment_line(segment, progress.n, trained.metrics))
                 losses += [trained.metrics[LOSS]] if config.sft.validated else []
         if config.sft.validated:
-            done = await asyncio.to_thread(session.num_committed, "sft")
+            done = await asyncio.to_thread(session.run.num_done, "sft")
             await select_segment(session, last=await asyncio.to_thread(previous_policy, run, done), num_segments=done)
         await evaluate_sft(session)
         policy, _ = await asyncio.to_thread(run.policy, 0)
@@ -80,7 +80,7 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
         say(f"tokenizer, base model and SFT data come into the store: {made}")
     base = await prepare(session)
     data = await prepare_sft_data(session, tokenizer=base.ref)
-    session.track_data("sft")
+    track_data(session, "sft")
     return base.ref, data.ref
 
 
@@ -98,4 +98,4 @@ async def evaluate_sft(session: Session) -> None:
         policy, _ = await asyncio.to_thread(run.policy, version)
         await evaluate(session, policy=policy, version=version)
         session.tracker.evaluated(version)
-    session.track_data("evaluation")
+    track_data(session, "evaluation")

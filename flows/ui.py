@@ -98,6 +98,12 @@ async def _link(key: str, address: str) -> None:
             )
 
 
+def track_data(session: Session, use: str) -> None:
+    """Lets the tracker have the data sets of a use, where it has any."""
+    if session.config.sets(use):
+        session.tracker.reads(use, partial(session.data.described, use))
+
+
 @contextlib.contextmanager
 def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationRecord], Awaitable[None]]]:
     """Shows the iterations while they are committed: a bar, a line each, the curve; and the
@@ -109,7 +115,7 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
     run, total, artifact = session.run, session.config.rl.num_iterations, None
     session.tracker.committed(BEFORE_RL, 1)
     for use in ("rl", "evaluation"):
-        session.track_data(use)
+        track_data(session, use)
     for source in ("rl", ROLLOUTS):
         session.tracker.committed(source, num_committed)
     with bar("RL", total, num_committed, "iteration") as progress:
@@ -239,7 +245,7 @@ def untrained_so_far(run: Run, total: int) -> Untrained:
 async def publish_evaluation(session: Session, before: str) -> list[str]:
     """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a
     person who is asked before something."""
-    run, done = session.run, session.num_committed("rl")
+    run, done = session.run, session.run.num_done("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
     lines = (
         [f"  {name:32s} {value:.3f}" for name, value in sorted(evaluated[-1][1].items())]
@@ -273,15 +279,15 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
     skipped = await asyncio.to_thread(
-        untrained_so_far, session.run, session.num_committed("rl") if "rl" in phases else 0
+        untrained_so_far, session.run, session.run.num_done("rl") if "rl" in phases else 0
     )
     if skipped.is_all:
         session.tracker.stopped = NOTHING_TRAINED.format(skipped=skipped)
         return Completed(name="NothingTrained", message=session.tracker.stopped, data=data)
-    counts = await asyncio.to_thread(lambda: {phase: session.num_committed(phase) for phase in phases})
+    counts = await asyncio.to_thread(lambda: {phase: session.run.num_done(phase) for phase in phases})
     # an earlier start of this flow run, or its part before a gate, may have trained
     maybe_trained = flow_run.run_count > 1 or session.config.approval
-    if maybe_trained or any(session.committed_before[phase] != count for phase, count in counts.items()):
+    if maybe_trained or any(session.behind.at_start[phase] != count for phase, count in counts.items()):
         return data
     units = {"sft": "SFT segments", "rl": "RL iterations"}
     committed = " and ".join(f"{count} {units[phase]}" for phase, count in counts.items())

@@ -103,13 +103,13 @@ def made_session(folder: Path, store: str, *sets: str, answers: str = "well") ->
     ]
     config = read_config("agent", ["run=a", f"store=file://{folder}/{store}", "tracking.uri=", *small, *sets], PRESETS)
     session: Any = Session(create_or_continue(config), folder / "work")
-    session.tokenizer = tokenizer_in(folder / "tokenizer")
-    session.pool = SeededPool(session.tokenizer)
+    session.data.tokenizer = tokenizer_in(folder / "tokenizer")
+    session.pool = SeededPool(session.data.tokenizer)
     rows = [
         Prompt(f"products/{index}", "products", [{"role": "user", "content": f"{index}*3"}], answers)
         for index in range(4)
     ]
-    session.prompts = lambda _: [rows]
+    session.data.prompts = lambda _: [rows]
     return session
 
 
@@ -140,7 +140,7 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
     pool: Any = session.pool
     assert len(pool.groups) == 4 * NUM_CALLS and len({group.params[0].seed for group in pool.groups}) == 4 * NUM_CALLS
     for row in rows_of(session, ref):
-        assert session.tokenizer.decode_raw(row["prompt_tokens"]).startswith("<|system|>be brief<|end|><|user|>")
+        assert session.data.tokenizer.decode_raw(row["prompt_tokens"]).startswith("<|system|>be brief<|end|><|user|>")
         assert sum(row["loss_mask"]) == row["rollout_logprobs"].count(-0.5) and row["rollout_logprobs"].count(
             0.0
         ) == row["loss_mask"].count(0)
@@ -156,10 +156,10 @@ async def test_every_trained_token_is_one_that_was_sampled_and_the_outcome_is_th
             and record["reward"] > 0
         )
         assert [message["content"] for message in record["messages"][1]] == ["go on 0"]
-        turns = turns_of(rollout(row), session.tokenizer.decode, by_agent=True)
+        turns = turns_of(rollout(row), session.data.tokenizer.decode, by_agent=True)
         assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant", "user", "assistant"]
         assert [turn["content"] for turn in turns[1::2]] == ["go on 0", "go on 1"]
-        sampled_texts = [session.tokenizer.decode(group) for group in stretches_of(row)]
+        sampled_texts = [session.data.tokenizer.decode(group) for group in stretches_of(row)]
         assert [turn["content"] for turn in turns[::2]] == sampled_texts
     prompts = session.run.committed("rl", 0, "prompts/round-0")[0]
     scores = await score(session, iteration=0, round_index=0, prompts=prompts, rollouts=[ref])
@@ -180,7 +180,7 @@ async def test_a_branch_that_is_left_is_kept_beside_the_one_that_is_trained(fold
             row["rollout_index"],
             0,
         )
-        assert session.tokenizer.decode(row["prompt_tokens"]).startswith("<|user|>you have said") and all(
+        assert session.data.tokenizer.decode(row["prompt_tokens"]).startswith("<|user|>you have said") and all(
             row["loss_mask"]
         )
         assert json.loads(row["environment"])["metrics"]["branches"] == 2.0

@@ -228,7 +228,7 @@ def test_both_never_hold_memory_at_once(turns: list[tuple[str, bool]]) -> None:
 
 async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(create_or_continue(config(f"store=file://{tmp_path}", "tracking.uri=")), tmp_path / "work")
-    pool, trainer, policy, calls = session.pool, session.trainer, ArtifactRef("policy", "sha"), []
+    pool, trainer, policy, calls = session.pool, session.trainer.client, ArtifactRef("policy", "sha"), []
 
     async def serve(policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         calls.append(f"serve {version}")
@@ -250,12 +250,12 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(session, "_probe", lambda _: Probe([1, 2], [-1.0]))
     for owner, call in ((pool, serve), (pool, release), (trainer, start), (trainer, offload)):
         monkeypatch.setattr(owner, call.__name__, call)
-    await session.gang()  # what RL starts from
+    await session.trainer.ready()  # what RL starts from
     for version in (0, 1):
         await session.serve(policy, version)
         assert not await session.serve(policy, version) and pool.version == version
-        await session.gang()
-        await session.gang()
+        await session.trainer.ready()
+        await session.trainer.ready()
         assert pool.version is None, "engines that have no memory serve nothing"
     await session.serve(policy, 1)  # the same weights again: they have to be loaded again
     turn = ["release", "offload"]

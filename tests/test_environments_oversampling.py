@@ -126,7 +126,7 @@ class TurnWorld(World):
     def start(self, run: Any = None) -> None:
         super().start(run)
         played: Any = self.session
-        played.tokenizer, played.environments = TurnTokenizer(), HonestEnvironments()
+        played.data.tokenizer, played.environments = TurnTokenizer(), HonestEnvironments()
 
 
 def check_rollout(row: JsonDict) -> None:

@@ -177,8 +177,8 @@ def config(tmp_path: Path, *sets: str) -> PipelineConfig:
 def made_session(tmp_path: Path, random: Random, *sets: str) -> Session:
     session: Any = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     session.pool = PlayedPool(random)
-    session.tokenizer = PlayedTokenizer()
-    session.prompts = lambda _: [PROMPTS_MADE]
+    session.data.tokenizer = PlayedTokenizer()
+    session.data.prompts = lambda _: [PROMPTS_MADE]
     return session
 
 
@@ -478,7 +478,7 @@ async def test_an_environment_that_asks_something_else_later_is_invalid(session:
 
 async def test_a_prompt_that_an_environment_cannot_start_with_is_named(folder: Path) -> None:
     session: Any = made_session(folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}")
-    session.prompts = lambda _: [[Prompt("products/0", "products", [], "x")]]
+    session.data.prompts = lambda _: [[Prompt("products/0", "products", [], "x")]]
     with pytest.raises(UserError, match=r"cannot start with prompt products/0 \(environment_error: IndexError"):
         await sample_prompts(session, iteration=0, round_index=0, before=None)
     await session.close()

@@ -76,8 +76,8 @@ class ToldTokenizer:
 
 async def evaluated(tmp_path: Path, *sets: str) -> tuple[ToldPool, StageResult, Session]:
     session: Any = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
-    session.pool, session.tokenizer = ToldPool(), ToldTokenizer()
-    session.prompts = lambda _: [
+    session.pool, session.data.tokenizer = ToldPool(), ToldTokenizer()
+    session.data.prompts = lambda _: [
         [Prompt(str(index), "words", [{"role": "user", "content": "?"}], str(index)) for index in (1, 2)]
     ]
     try:

@@ -75,8 +75,8 @@ def opened(tmp_path: Path, source: Path | str, *sets: str) -> Session:
 
 def held(tmp_path: Path, run: Run) -> Session:
     session = Session(run, tmp_path / "work")
-    session.tokenizer = PlayedTokenizer()  # type: ignore[assignment]
-    session.prompts = lambda _: [[Prompt("words/0", "words", [{"role": "user", "content": "say 4 5"}], "4 5")]]
+    session.data.tokenizer = PlayedTokenizer()  # type: ignore[assignment]
+    session.data.prompts = lambda _: [[Prompt("words/0", "words", [{"role": "user", "content": "say 4 5"}], "4 5")]]
     return session
 
 
@@ -288,7 +288,7 @@ async def test_a_fork_that_samples_again_starts_the_prompts_of_its_own_data(tmp_
     )
     told = read_manifest(session.run.store, prompts.ref.folder, prompts.ref.sha256).metrics
     assert told["cursor"] == {"drawn": 0, "sets": [{"epoch": 0, "offset": 0}]}
-    assert told["data_sha256"] == session.data_sha256
+    assert told["data_sha256"] == session.data.sha256
 
 
 async def test_two_prompts_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -38,16 +38,15 @@ class PlayedTrainer:
 
 
 def landing(trainer: PlayedTrainer, turn: str = "") -> Landing:
-    async def gang() -> PlayedTrainer:
+    async def ready() -> PlayedTrainer:
         return trainer
 
     async def rebuild(gang: Any) -> None:
         await gang.run("rebuild", {})
 
     memory = SimpleNamespace(turn=turn) if turn else None
-    session: Any = SimpleNamespace(
-        trainer=trainer, gang=gang, trainer_turn=asyncio.Lock(), memory=memory, work_dir=Path("/work")
-    )
+    seat = SimpleNamespace(client=trainer, ready=ready, turn=asyncio.Lock(), memory=memory)
+    session: Any = SimpleNamespace(trainer=seat, data=SimpleNamespace(folder=Path("/work")))
     return Landing(session, JOB, rebuild, SAVED)
 
 

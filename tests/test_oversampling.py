@@ -164,8 +164,9 @@ class World:
     def start(self, run: Run | None = None) -> None:
         session = Session(run or create_or_continue(self.config()), self.folder / "work")
         played: Any = session
-        played.pool, played.rewards, played.tokenizer = self.pool, self.rewards, PlayedTokenizer()
-        session.prompts = lambda _: [PROMPTS]
+        played.pool, played.rewards = self.pool, lambda use="rl": self.rewards
+        played.data.tokenizer = PlayedTokenizer()
+        session.data.prompts = lambda _: [PROMPTS]
         self.session = session
 
     async def retried(self, stage: Any, **arguments: Any) -> StageResult:

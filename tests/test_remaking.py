@@ -17,6 +17,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
+from rlpipe.loop.seat import TrainerSeat
 from rlpipe.loop.session import Session
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.iteration import commit_iteration
@@ -80,7 +81,7 @@ def config(folder: Path, *sets: str) -> PipelineConfig:
 
 def session_of(run: Run, folder: Path, dtype: str = "float32") -> Session:
     session = Session(run, folder / f"work-{run.name}")
-    session.trainer = TrainerHere(folder, run.name, dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    session.trainer.client = TrainerHere(folder, run.name, dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return session
 
 
@@ -141,7 +142,7 @@ async def test_a_fork_of_a_pruned_policy_has_the_bits_of_a_run_that_kept_it(
     assert pruned_versions(child, 3) == [3]
     session = session_of(child, tmp_path / "pruned")
     assert not (await restore_policy(session, version=3)).cached
-    assert session.trainer.trained == [f"runs/a/rl/{at:05d}" for at in range(3 - num_replayed, 3)]  # type: ignore[attr-defined]
+    assert session.trainer.client.trained == [f"runs/a/rl/{at:05d}" for at in range(3 - num_replayed, 3)]  # type: ignore[attr-defined]
     assert present(run) == [3, ITERATIONS] and pruned_versions(child, 3) == []
     assert audit.verify(child)[1] == [] and audit.unreferenced(child) == audit.unreferenced(run) == []
     again = await restore_policy(session, version=3)
@@ -219,11 +220,11 @@ async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(
     monkeypatch.chdir(tmp_path)
     trainer = TrainerHere(tmp_path, "a")
 
-    async def gang(session: Session) -> TrainerHere:
-        session.trainer = trainer  # pyright: ignore[reportAttributeAccessIssue]
+    async def ready(seat: TrainerSeat) -> TrainerHere:
+        seat.client = trainer  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
-    monkeypatch.setattr(Session, "gang", gang)
+    monkeypatch.setattr(TrainerSeat, "ready", ready)
     assert await export_policy(run.config, 4, tmp_path / "policy") == 4
     assert {path.name for path in (tmp_path / "policy").iterdir()} == set(bits(run, 4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
@@ -243,12 +244,12 @@ async def test_differences_keep_their_bases_and_come_back_with_them(
     monkeypatch.chdir(tmp_path)
     trainer = TrainerHere(tmp_path / "pruned", "a")
 
-    async def gang(session: Session) -> TrainerHere:
-        session.trainer = trainer  # pyright: ignore[reportAttributeAccessIssue]
+    async def ready(seat: TrainerSeat) -> TrainerHere:
+        seat.client = trainer  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "gang", gang)
+        patched.setattr(TrainerSeat, "ready", ready)
         assert await export_policy(run.config, 2, tmp_path / "policy") == 2
     assert {path.name: file_sha256(path) for path in (tmp_path / "policy").iterdir()} == bits(whole, 2)
     child = fork(run, 1, override_config(run.config, ["run=c"]))

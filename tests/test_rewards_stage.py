@@ -39,7 +39,7 @@ def scored(tmp_path: Path, rows: list[Rollout], *sets: str, known: Any = None) -
     try:
         return score_rollouts(session, PROMPTS, rows, known or {})
     finally:
-        session.rewards.close()
+        session.rewards().close()
 
 
 def test_a_reward_is_a_function_of_prompt_completion_and_facts(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def config(tmp_path: Path, *sets: str) -> PipelineConfig:
 async def prepared(tmp_path: Path, *sets: str) -> tuple[list[Any], list[Any], Manifest]:
     session = Session(create_or_continue(config(tmp_path, *sets)), tmp_path / "work")
     build_tokenizer(["Spell this word backward"], tmp_path / "tokenizer")
-    session.tokenizer = ChatTokenizer.from_folder(tmp_path / "tokenizer")
+    session.data.tokenizer = ChatTokenizer.from_folder(tmp_path / "tokenizer")
     done = await prepare_sft_data(session, tokenizer=ArtifactRef("t", "0" * 64))
     manifest = session.run.committed("data", 0, "data")[1]
     names = [record.plain_name for record in manifest.files]

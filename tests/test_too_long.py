@@ -50,21 +50,21 @@ def config_of(folder: Path, *sets: str) -> PipelineConfig:
 def session_of(folder: Path, *sets: str) -> Session:
     session = Session(create_or_continue(config_of(folder, *sets)), folder)
     build_tokenizer(["say 1 2 3 xyz"], folder)
-    session.tokenizer = ChatTokenizer.from_folder(folder)
+    session.data.tokenizer = ChatTokenizer.from_folder(folder)
     return session
 
 
 async def test_prompts_are_dropped_before_the_cursor_draws(folder: Path) -> None:
     session = session_of(folder, "data.words.on_too_long=drop")
     fit = [f"words/{row}" for row in range(8) if row not in LONG]
-    assert [prompt.prompt_id for prompt in session.fitting("rl")[0]] == fit and session.prompt_cursor.sizes == [6]
+    assert [prompt.prompt_id for prompt in session.data.fitting("rl")[0]] == fit and session.data.cursor.sizes == [6]
     drawn = await sample_prompts(session, iteration=0, round_index=0, before=None)
     assert drawn.metrics["rollout/prompts_too_long"] == len(LONG)
     prompts = read_records(session.run.store, drawn.ref, "prompts.parquet", Prompt)
     assert sorted(prompt.prompt_id for prompt in prompts) == fit, "one pass over what fits"
     again = Session(session.run, folder)
-    again.tokenizer = session.tokenizer
-    assert again.data_sha256 == session.data_sha256
+    again.data.tokenizer = session.data.tokenizer
+    assert again.data_sha256 == session.data.sha256
     assert (await sample_prompts(again, iteration=0, round_index=0, before=None)).cached
 
 

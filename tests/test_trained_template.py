@@ -127,7 +127,7 @@ async def test_every_policy_has_the_template_that_trained(
     policy = (await checkpoint(session, iteration=0, batch=batch, previous=policy, metrics=trained.metrics)).ref
     metrics = {**trained.metrics, "rollout/reward_mean": 0.0, "rollout/num_tokens": 100}
     await commit_iteration(session, 0, {"batch": batch, "policy": policy}, metrics)
-    expected = session.tokenizer.decode_raw(session.tokenizer.encode_prompt(TALK))
+    expected = session.data.tokenizer.decode_raw(session.data.tokenizer.encode_prompt(TALK))
     await session.close()
     assert expected.startswith(ARGUMENTS["style"]) and expected.endswith("<think>\n\n</think>\n\n")
     for version in (0, 1):

@@ -23,6 +23,7 @@ from rlpipe.store.artifacts import commit
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import fenced
 from rlpipe.store.nearby import Nearby, NodeDisk
+from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
@@ -56,11 +57,15 @@ class Published:
 class Behind:
     """The commits of a run that are under way, one after the other.
 
-    The first fault ends them, and is raised for whoever waits.
+    The first fault ends them, and is raised for whoever waits. `at_start`: the numbers of SFT
+    segments and RL iterations that were committed before this start, by phase. `retention`: prunes
+    what the run does not keep, after commits.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.retention = Retention(run)
+        self.at_start = {phase: run.num_done(phase) for phase in ("sft", "rl")}
         self._last: asyncio.Task[None] | None = None
         self._commits: dict[str, asyncio.Task[None]] = {}  # by the hash of what is committed
         self._nearby: dict[str, Nearby] = {}

@@ -47,8 +47,8 @@ async def do_job(
         if attempt:
             await before_rebuild()
         try:
-            async with session.trainer_turn:
-                gang = await session.gang()
+            async with session.trainer.turn:
+                gang = await session.trainer.ready()
                 if attempt:
                     await rebuild(gang)
                 return await send(gang, job, on_progress)
@@ -59,7 +59,7 @@ async def do_job(
             )
     raise TrainerError(
         f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log:"
-        f" {session.work_dir}/trainer.log; at last {last}"
+        f" {session.data.folder}/trainer.log; at last {last}"
     )
 
 
@@ -88,7 +88,7 @@ class Landing:
             2 * ATTEMPTS_MAX
         ):  # a trainer that was lost is asked once more: then it says that it has nothing
             try:
-                await self.session.trainer.run("upload", {"attempt": self.job.attempt})
+                await self.session.trainer.client.run("upload", {"attempt": self.job.attempt})
                 self._landed = True
                 return
             except GangLost as error:
@@ -99,10 +99,10 @@ class Landing:
         raise TrainerError(f"the trainer was lost {ATTEMPTS_MAX} times before {self.job.position} was in the store")
 
     async def _publish_again(self) -> None:
-        async with self.session.trainer_turn:
+        async with self.session.trainer.turn:
             self._check_memory()
             try:
-                gang = await self.session.gang()
+                gang = await self.session.trainer.ready()
                 await self.rebuild(gang)
                 again = await send(gang, self.job)
             except (GangLost, NotResident) as error:
@@ -118,7 +118,7 @@ class Landing:
         """TrainerError where engines that sample have the memory in which the trainer would make it
         again.
         """
-        if self.session.memory and self.session.memory.turn == "engines":
+        if self.session.trainer.memory and self.session.trainer.memory.turn == "engines":
             raise TrainerError(
                 f"the trainer was lost before {self.job.position} was in the store, and engines have its memory"
                 " (engines.colocate). The iteration is trained again from its batch at the next start"

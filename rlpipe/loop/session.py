@@ -9,21 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 from rlpipe.agents.pool import Agents
 from rlpipe.base.errors import EngineError, StoreError
-from rlpipe.base.hashing import sha256_of
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.conversations import prompt_lengths
-from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.sources import PromptSets, fitting, load_sets, once, room_for
 from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
@@ -32,19 +27,18 @@ from rlpipe.loop.behind import Behind
 from rlpipe.loop.clock import Clock
 from rlpipe.loop.colocation import MemoryTurns
 from rlpipe.loop.holding import cancelled_when_taken_over, told
+from rlpipe.loop.run_data import RunData
 from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.loop.scratch import remove_copies, work_dir_of
+from rlpipe.loop.seat import TrainerSeat
 from rlpipe.processes.launch import raise_file_limit
 from rlpipe.processes.pool import code_environment
-from rlpipe.records.prompt import Prompt
-from rlpipe.report.curves import DataSet, fetch_points
+from rlpipe.report.curves import fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import lease
-from rlpipe.store.local_copy import materialise
 from rlpipe.store.patience import working
-from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
@@ -57,42 +51,26 @@ class Session:
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService = nobody_starts) -> None:
         self.run = run
-        self.work_dir = work_dir
         engines = run.config.engines
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
-        self.trainer = TrainerClient(gang_place(run, work_dir, start_service))
-        self.memory = MemoryTurns(self.pool, self._hosts.joined, self.trainer) if engines.colocate else None
+        client = TrainerClient(gang_place(run, work_dir, start_service))
+        memory = MemoryTurns(self.pool, self._hosts.joined, client) if engines.colocate else None
+        self.trainer = TrainerSeat(client, memory, self._may_steer)
         self.tracker = Tracker(run, partial(fetch_points, run))
-        self.retention = Retention(run)
         self.behind = Behind(run)
-        self.prompts: PromptSets = once(partial(load_sets, run.config))
-        self.fitting: PromptSets = once(self._fitting)
-        self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
+        self.data = RunData(run, work_dir)
         self.clock = Clock()
         self.sampling_round: SamplingRound | None = None  # that is at work
+        self._rewards: dict[str, RewardPool] = {}
+        self._rewards_lock = threading.Lock()  # shards are scored while others are sampled
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
-        # of who brings the trainer to a position, and asks it for what it holds then
-        self.trainer_turn = asyncio.Lock()
-        self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
-
-    def _fitting(self, use: str) -> list[list[Prompt]]:
-        """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the
-        same on every start.
-        """
-        return [
-            fitting(data, rows, prompt_lengths(self.tokenizer, rows), room_for(self.config, use))
-            for data, rows in zip(self.config.sets(use), self.prompts(use), strict=True)
-        ]
+        self._pool_lock = asyncio.Lock()
 
     @property
     def config(self) -> PipelineConfig:
         return self.run.config
-
-    def num_committed(self, phase: str) -> int:
-        """The number of SFT segments, or RL iterations, of the run that are committed now."""
-        return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
 
     async def _may_steer(self) -> None:
         """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""
@@ -102,18 +80,6 @@ class Session:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.run.lease.check_unless_fresh)
 
-    async def gang(self) -> TrainerClient:
-        """The trainer, for a job: started if need be, with the memory that it may share with
-        engines.
-        """
-        async with self._trainer_lock:
-            await self._may_steer()
-            if self.memory:
-                await self.memory.to_trainer()
-            if not self.trainer.started:
-                await self.trainer.start()
-        return self.trainer
-
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
         """Puts a policy on every engine, starting the pool if need be; False when it was served
         already.
@@ -122,15 +88,15 @@ class Session:
             await self._may_steer()
             if self.pool.version == version:
                 return False
-            if self.memory:
-                async with self.trainer_turn:
-                    await self.memory.to_engines()
+            if self.trainer.memory:
+                async with self.trainer.turn:
+                    await self.trainer.memory.to_engines()
             nearby = self.behind.nearby(policy)
             if nearby and not nearby.servers and not self.config.engines_here:  # nobody reaches it there
                 await self.behind.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:
-                async with self.trainer_turn if nearby and nearby.sender else contextlib.nullcontext():
+                async with self.trainer.turn if nearby and nearby.sender else contextlib.nullcontext():
                     await self.pool.serve(policy, version, probe, nearby)
             except StoreError as error:  # the trainer that had it was lost
                 if not self.behind.is_under_way(policy):
@@ -151,16 +117,16 @@ class Session:
             metrics = self.run.committed("base", 0, "probe")[1].metrics
         return Probe(**metrics["probe"])
 
-    @cached_property
-    def rewards(self) -> RewardPool:
+    def rewards(self, use: str = "rl") -> RewardPool:
+        """The rewards that score rollouts; for the use "evaluation" those of evaluations, where the
+        config gives them some of their own.
+        """
         self.check_open()
-        return self._reward_pool("rl")
-
-    @cached_property
-    def evaluation_rewards(self) -> RewardPool:
-        """The rewards that score evaluations: their own, or those of RL."""
-        self.check_open()
-        return self._reward_pool("evaluation") if self.config.evaluation.rewards else self.rewards
+        own = use if use == "evaluation" and self.config.evaluation.rewards else "rl"
+        with self._rewards_lock:
+            if own not in self._rewards:
+                self._rewards[own] = self._reward_pool(own)
+            return self._rewards[own]
 
     def _reward_pool(self, use: str) -> RewardPool:
         config, rl = self.config, self.config.rl
@@ -183,46 +149,8 @@ class Session:
     @cached_property
     def agents(self) -> Agents:
         self.check_open()
-        self._closing.push_async_callback((agents := Agents(self.config.rl, self.tokenizer)).close)
+        self._closing.push_async_callback((agents := Agents(self.config.rl, self.data.tokenizer)).close)
         return agents
-
-    def track_data(self, use: str) -> None:
-        """Lets the tracker have the data sets of a use."""
-        if self.config.sets(use):
-            self.tracker.reads(use, partial(self._data_sets, use))
-
-    def _data_sets(self, use: str) -> list[DataSet]:
-        sets = self.config.sets(use)
-        if use == "sft":  # none in what older code committed
-            known = self.run.committed("data", 0, "data")[1].metrics.get("sets", {})
-            return [
-                DataSet.of(data, known[data.name]["sha256"], known[data.name]["rows"])
-                for data in sets
-                if data.name in known
-            ]
-        loaded = zip(sets, self.prompts(use), strict=True)
-        return [DataSet.of(data, sha256_of([row.as_json() for row in rows]), len(rows)) for data, rows in loaded]
-
-    @cached_property
-    def data_sha256(self) -> str:
-        """The hash of all prompts of use rl that are drawn: a cursor's position means nothing in
-        other data.
-        """
-        return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.fitting("rl")])
-
-    @cached_property
-    def prompt_cursor(self) -> PromptCursor:
-        """The cursor that draws from the prompt sets of use rl, by their weights."""
-        sizes, weights = [len(rows) for rows in self.fitting("rl")], [data.weight for data in self.config.sets("rl")]
-        return PromptCursor(sizes, weights, self.config.seed)
-
-    @cached_property
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer of the run, from its base artifact."""
-        source, _ = self.run.committed("base", 0, "tokenizer")
-        model = self.config.model
-        folder = materialise(self.run.store, source, self.work_dir / "tokenizer")
-        return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens)
 
     def check_open(self) -> None:
         """A shard may outlive another that failed, and the flow that failed with it: it starts
@@ -230,14 +158,6 @@ class Session:
         """
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
-
-    async def end(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes the session at the end of its `with`; the tracker gets the status of `error`."""
-        if error is not None:
-            self.tracker.status = status_of(error)
-        await self.close(failed=error is not None)
 
     async def close(self, failed: bool = False) -> None:
         """Commits what is under way, and ends all parts.
@@ -255,12 +175,12 @@ class Session:
             await asyncio.gather(
                 self.pool.close(),
                 self._hosts.close(),
-                self.trainer.close(),
+                self.trainer.client.close(),
                 asyncio.to_thread(self.tracker.close),
-                asyncio.to_thread(self.retention.close),
+                asyncio.to_thread(self.behind.retention.close),
             )
             if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of who holds the run now
-                await asyncio.to_thread(remove_copies, self.work_dir)
+                await asyncio.to_thread(remove_copies, self.data.folder)
 
 
 _open: dict[tuple[str, str], Session] = {}
@@ -294,11 +214,18 @@ async def open_session(
             stack.push_async_exit(partial(_give_back, held))
             await stack.enter_async_context(told(held))  # of what fails in the end of the session
             session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
-            stack.push_async_exit(session.end)
+            stack.push_async_exit(partial(_end, session))
             stack.callback(_open.pop, key)
             await stack.enter_async_context(cancelled_when_taken_over(held))
             yield session
             hurried.pop_all()
+
+
+async def _end(session: Session, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    """Closes the session at the end of its `with`; the tracker gets the status of `error`."""
+    if error is not None:
+        session.tracker.status = status_of(error)
+    await session.close(failed=error is not None)
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:
@@ -313,5 +240,5 @@ def _begin(run: Run, start_service: StartService) -> Session:
     remove_copies(work_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     session = Session(run, work_dir, start_service)
-    session.retention.begin()
+    session.behind.retention.begin()
     return session

@@ -53,7 +53,7 @@ async def act(
             )
             place = group, index
             kept = ({}, _keep_nothing) if calls is None else (calls.replies[place], partial(calls.keep, place))
-            started.append(_rollout(session, AgentRollout(session.pool, session.tokenizer, terms, *kept), prompt))
+            started.append(_rollout(session, AgentRollout(session.pool, session.data.tokenizer, terms, *kept), prompt))
     rollouts = await all_ended(started)
     faults = Counter(rollout.outcome.fault for rollout in rollouts if rollout.outcome.fault)
     if faults and session.config.rl.reward_fallback is None:

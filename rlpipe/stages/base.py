@@ -19,8 +19,9 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.data.sources import PromptSets
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
-from rlpipe.loop.session import PromptSets, Session
+from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.models.folder import weight_files
 from rlpipe.models.whole import base_of
@@ -48,7 +49,7 @@ TOKENIZER_TEXTS_MAX = 2000
 def base_tokenizer(session: Session, attempt: Attempt) -> Produced:
     """The tokenizer of the run: the model's own, or one built from the prompts."""
     with tempfile.TemporaryDirectory() as scratch:
-        source = tokenizer_folder(session.config, session.prompts, Path(scratch))
+        source = tokenizer_folder(session.config, session.data.prompts, Path(scratch))
         own = Path(scratch) / "own"
         own.mkdir()
         for path in [source / name for name in TOKENIZER_FILES if (source / name).is_file()]:
@@ -85,13 +86,13 @@ async def base_policy(session: Session, attempt: Attempt, *, tokenizer: Artifact
     model = session.config.model
     if model.path:
         source = await asyncio.to_thread(source_of, session.config)
-        own = await asyncio.to_thread(materialise, session.run.store, tokenizer, session.work_dir / "tokenizer")
+        own = await asyncio.to_thread(materialise, session.run.store, tokenizer, session.data.folder / "tokenizer")
         named = [source.folder / name for name in MODEL_FILES] + [own / name for name in TOKENIZER_FILES]
         files = await asyncio.to_thread(_copied, attempt, named + weight_files(source.folder))
         if source.policy:
             await asyncio.to_thread(forget_copies, session.config)
         return Produced(files, {"source": source.policy} if source.policy else {}, weight_version=0)
-    new = _new_model(model, await asyncio.to_thread(lambda: session.tokenizer), session.config.seed)
+    new = _new_model(model, await asyncio.to_thread(lambda: session.data.tokenizer), session.config.seed)
     load = LoadJob(f"{attempt.folder}/new", new, policy=None, state=None)
     return (await save_loaded(session, load, attempt)).produced({}, weight_version=0)
 

@@ -64,7 +64,7 @@ def _scored(
         metrics |= set_metrics(data.name, own, passing_reward(session.config, "evaluation"))
         metrics |= {f"{data.name}_{name}": value for name, value in _environment_metrics(own).items()}
         if data.on_too_long == "drop":
-            rows, fit = session.prompts("evaluation")[index], session.fitting("evaluation")[index]
+            rows, fit = session.data.prompts("evaluation")[index], session.data.fitting("evaluation")[index]
             metrics[f"{data.name}_prompts_too_long"] = len(rows) - len(fit)
         metrics |= {f"{data.name}_fault_{reason}": count for reason, count in faults.items()}
     return Produced([attempt.write("evaluation.parquet", scored, Rollout, SCORES)], metrics, weight_version=version)
@@ -84,7 +84,7 @@ def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
 async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Rollout]]:
     """Per prompt, rollout 0 is greedy, the others are sampled."""
     await asyncio.to_thread(check_lengths, session, "evaluation")
-    sets = await asyncio.to_thread(session.fitting, "evaluation")
+    sets = await asyncio.to_thread(session.data.fitting, "evaluation")
     prompts = [prompt for rows in sets for prompt in rows[: session.config.evaluation.prompts_max]]
     prompts = await encoded_prompts(session, "evaluation", prompts)
     requests = [_request(session, prompt, version) for prompt in prompts]

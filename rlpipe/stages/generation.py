@@ -164,7 +164,7 @@ async def sample(
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
     """The sampling parameters of one completion of use rl or evaluation."""
     config, own = session.config, session.config.evaluation.top_p if use == "evaluation" else None
-    top_p, stops = config.rl.top_p if own is None else own, tuple(session.tokenizer.stop_token_ids)
+    top_p, stops = config.rl.top_p if own is None else own, tuple(session.data.tokenizer.stop_token_ids)
     return Sampling(config.completion_tokens_max(use), temperature, top_p, seed=seed, stop_token_ids=stops)
 
 
@@ -176,7 +176,7 @@ def round_at_work(session: Session, key: tuple[int, int], num_kept: int = 0) -> 
     if session.sampling_round is None or session.sampling_round.key != key:
 
         def score(prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores) -> list[Rollout]:
-            return rewarded(session, prompts, rollouts, known, session.rewards)
+            return rewarded(session, prompts, rollouts, known, session.rewards())
 
         wanted = session.config.rl.batch_groups - num_kept
         session.sampling_round = SamplingRound(key, score, partial(survives, session), wanted)

@@ -60,7 +60,7 @@ async def commit_iteration(
     if record is None:
         record = await asyncio.to_thread(_record, session, iteration, artifacts, named)
         session.behind.record(session.run.iteration_key(iteration), record)
-    session.behind.then(lambda: asyncio.to_thread(session.retention.committed, record))
+    session.behind.then(lambda: asyncio.to_thread(session.behind.retention.committed, record))
     return record
 
 

@@ -82,7 +82,7 @@ def rollouts_of(
                 rollout_index=index,
                 prompt=content_text(prompt.messages[-1]),
                 prompt_tokens=prompt_tokens,
-                completion=session.tokenizer.decode(completion.tokens.tolist()),
+                completion=session.data.tokenizer.decode(completion.tokens.tolist()),
                 completion_tokens=np.array(completion.tokens, dtype=np.int32),
                 loss_mask=mask,
                 rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
@@ -111,7 +111,7 @@ def prior(session: Session, carried: CarriedRollout) -> Completion:
     sampled = prior_of(carried, session.config.rl.completion_tokens_max)
     if carried.environment is None:
         return sampled
-    return played_before(session.tokenizer, carried.prompt_tokens.tolist(), sampled, carried.environment)
+    return played_before(session.data.tokenizer, carried.prompt_tokens.tolist(), sampled, carried.environment)
 
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:

@@ -95,12 +95,12 @@ def _drawn(
     pass_rates: ArtifactRef | None,
 ) -> Drawn:
     position, metrics = _position(session, round_index, before)
-    groups, sets = carried_groups(session.run.store, carried), session.fitting("rl")
+    groups, sets = carried_groups(session.run.store, carried), session.data.fitting("rl")
     count = max(0, session.config.rl.round_groups - len(groups))
     draws, position, skipped = draw_prompts(session, iteration, position, count, pass_rates)
     metrics |= {name: metrics.get(name, 0) + number for name, number in skipped.items()}
     if session.config.drops("rl"):
-        metrics["rollout/prompts_too_long"] = sum(map(len, session.prompts("rl"))) - sum(map(len, sets))
+        metrics["rollout/prompts_too_long"] = sum(map(len, session.data.prompts("rl"))) - sum(map(len, sets))
     return Drawn(groups, [sets[set_index][row_index] for set_index, row_index in draws], metrics | {"cursor": position})
 
 
@@ -109,12 +109,12 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
 
     UserError when the data are not what they were.
     """
-    metrics: JsonDict = {"data_sha256": session.data_sha256, "first_group": 0}
+    metrics: JsonDict = {"data_sha256": session.data.sha256, "first_group": 0}
     if before is None:
         check_lengths(session, "rl")
-        return session.prompt_cursor.start(), metrics
+        return session.data.cursor.start(), metrics
     earlier = read_manifest(session.run.store, before.folder, before.sha256).metrics
-    if earlier["data_sha256"] != session.data_sha256:
+    if earlier["data_sha256"] != session.data.sha256:
         raise UserError(
             f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long"
             " ones are dropped): restore them, or start another run"
@@ -172,8 +172,8 @@ def check_lengths(session: Session, use: str) -> None:
     are drawn.
     """
     if not session.config.rl.environment:
-        prompts = [prompt for rows in session.fitting(use) for prompt in rows]
-        lengths = list(prompt_lengths(session.tokenizer, prompts))
+        prompts = [prompt for rows in session.data.fitting(use) for prompt in rows]
+        lengths = list(prompt_lengths(session.data.tokenizer, prompts))
         check_room(session.config, use, prompts, lengths)
 
 
@@ -206,7 +206,7 @@ async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> 
 
     def encoded(prompt: Prompt, asking: list[Message]) -> Prompt:
         tools = None if session.config.rl.environment else prompt.tools  # what an environment asks is its own
-        tokens = encode_asked(session.tokenizer, prompt.prompt_id, asking, tools)
+        tokens = encode_asked(session.data.tokenizer, prompt.prompt_id, asking, tools)
         check_room(session.config, use, [prompt], [len(tokens)])
         return replace(prompt, prompt_tokens=np.array(tokens, dtype=np.int32))
 
@@ -264,9 +264,9 @@ def draw_prompts(
     """`count` draws after `position`, the position after them, and what the curriculum skipped
     (nothing where there is none).
     """
-    rl, sets = session.config.rl, session.fitting("rl")
+    rl, sets = session.config.rl, session.data.fitting("rl")
     if rl.curriculum == "none":
-        return *session.prompt_cursor.take(position, count), {}
+        return *session.data.cursor.take(position, count), {}
     rates = read_pass_rates(session, previous)
 
     def accepts(draw: Draw, place: int) -> bool:
@@ -275,7 +275,7 @@ def draw_prompts(
         probability = chance(rates.get(prompt_id), rl.curriculum, rl.pass_rate_low, rl.pass_rate_high)
         return uniform(session.config.seed, "curriculum", iteration, prompt_id, place) < probability
 
-    return take_accepted(session.prompt_cursor, position, count, accepts)
+    return take_accepted(session.data.cursor, position, count, accepts)
 
 
 def updated(rates: PassRates, shares: Iterable[tuple[str, float]]) -> PassRates:

@@ -42,7 +42,7 @@ def score_rollouts(
     UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout
     could be scored.
     """
-    pool = session.evaluation_rewards if use == "evaluation" else session.rewards
+    pool = session.rewards(use)
     scored = rewarded(session, prompts, rollouts, known, pool)
     faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
     if faults:
@@ -113,7 +113,7 @@ def _environment_fault(rollout: Rollout) -> Score | None:
 
 def _facts(session: Session, rollout: Rollout) -> RolloutFacts:
     by_agent = bool(session.config.rl.agent)
-    return facts_of(rollout, turns_of(rollout, lambda tokens: session.tokenizer.decode(tokens), by_agent))
+    return facts_of(rollout, turns_of(rollout, lambda tokens: session.data.tokenizer.decode(tokens), by_agent))
 
 
 def score_key(rollout: Rollout, facts: RolloutFacts) -> ScoreKey:

@@ -44,7 +44,7 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
     wanted = min(sum(len(rows) for rows in sets), config.sft.num_steps * config.sft.batch_size)
     drawn, _ = cursor.take(cursor.start(), wanted)
     conversations = [sets[set_index][row_index] for set_index, row_index in drawn]
-    rows, counts = tokenise_conversations(conversations, session.tokenizer, config.model.context_tokens_max)
+    rows, counts = tokenise_conversations(conversations, session.data.tokenizer, config.model.context_tokens_max)
     if not rows:
         raise UserError(
             f"sft: none of {len(conversations)} conversations keeps an assistant token within "
@@ -56,7 +56,7 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
         metrics["data/dropped_too_long"] = sum(len(read[name]) - len(loaded[name]) for name in read)
     metrics |= {"data/conversations": len(rows), "data/tokens": sum(len(row.tokens) for row in rows)}
     if kept:
-        validation, _ = tokenise_conversations(kept, session.tokenizer, config.model.context_tokens_max)
+        validation, _ = tokenise_conversations(kept, session.data.tokenizer, config.model.context_tokens_max)
         if not validation:
             raise UserError(
                 f"sft.validation_fraction={config.sft.validation_fraction:g}: none of {len(kept)} conversations keeps"
@@ -77,7 +77,7 @@ def _short_enough(session: Session, data: DataConfig, conversations: list[Talk])
     """
     if data.on_too_long is None:
         return conversations
-    lengths = [len(encode_talk(session.tokenizer, talk)[0]) for talk in conversations]
+    lengths = [len(encode_talk(session.data.tokenizer, talk)[0]) for talk in conversations]
     check_fits(session.config, data, lengths)
     return fitting(data, conversations, lengths, session.config.model.context_tokens_max)
 

@@ -188,7 +188,7 @@ async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, poli
     Returns when the store has it.
     """
     rebuild = functools.partial(send, job=load)
-    await rebuild(await session.gang())
+    await rebuild(await session.trainer.ready())
     saved = await save(session, load.position, attempt, rebuild, policy=policy)
     await saved.published.land()
     return saved
@@ -207,7 +207,7 @@ async def save(
     """Publishes what the trainer holds: its policy as files of the attempt; its state and its gaps
     where `folders` has one for them.
     """
-    chat = await asyncio.to_thread(lambda: session.tokenizer)
+    chat = await asyncio.to_thread(lambda: session.data.tokenizer)
     assert chat.stop_token_ids, "a policy that could never end"
     tokenizer, _ = await asyncio.to_thread(session.run.committed, "base", 0, "tokenizer")
     folder, context_tokens_max = attempt.folder if policy else None, session.config.model.context_tokens_max
@@ -220,9 +220,9 @@ async def save(
     wanted = {*folders, *(["policy"] if policy else [])}
     assert {name for name, files in saved.items() if files} == wanted, f"saved {saved}, wanted {wanted}"
     landing = Landing(session, job, rebuild, answer)
-    is_served = session.trainer.serves_files
+    is_served = session.trainer.client.serves_files
     places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
-    sender = session.trainer.sender(position) if session.config.engines.transport == "tensor" else None
+    sender = session.trainer.client.sender(position) if session.config.engines.transport == "tensor" else None
     published = Published(places, answer["made_on"], landing.land, sender)
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 

@@ -56,7 +56,7 @@ class Turns:
         self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion
     ) -> None:
         """`prior`: what an earlier iteration has of it, `NOTHING_YET` for nothing."""
-        tokenizer, outcome = session.tokenizer, EnvironmentOutcome(0.0, 0, "")
+        tokenizer, outcome = session.data.tokenizer, EnvironmentOutcome(0.0, 0, "")
         self.policy_mask: list[int] = []
         if isinstance(prior, PlayedCompletion):
             outcome, self.policy_mask = prior.outcome, [*prior.policy_mask]
@@ -85,7 +85,7 @@ class Turns:
         self.num_turns += 1
         if longer.finish_reason == "stop":
             try:
-                await self._answer(self.session.tokenizer.decode(longer.tokens[self._turn_start :].tolist()))
+                await self._answer(self.session.data.tokenizer.decode(longer.tokens[self._turn_start :].tolist()))
             except EnvironmentFault as fault:
                 self._end("fault")
                 self.fault = fault.reason
@@ -110,7 +110,7 @@ class Turns:
         """The environment's answer is appended, unless it ends the rollout, or leaves the policy no
         token.
         """
-        step, tokenizer = await self.environment.step(text), self.session.tokenizer
+        step, tokenizer = await self.environment.step(text), self.session.data.tokenizer
         self._num_answers += 1
         if (
             self._num_answers == 1

@@ -152,6 +152,11 @@ class Run:
         """
         return bisect_left(range(total), True, key=lambda iteration: not self._is_committed(phase, iteration))
 
+    def num_done(self, phase: str) -> int:
+        """The number of SFT segments, or RL iterations, that the config plans and that are
+        committed now."""
+        return self.num_committed(phase, self.num_segments if phase == "sft" else self.config.rl.num_iterations)
+
     @property
     def num_iterations(self) -> int:
         """The number of committed RL iterations, also beyond those that the config plans."""

@@ -19,7 +19,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.data.cursor import CursorPosition
-from rlpipe.loop.session import PromptSets, Session
+from rlpipe.data.sources import PromptSets
+from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
@@ -136,7 +137,7 @@ def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produ
     run = session.run
     ref, base = run.committed("base", 0, "policy")
     model = json.loads(read_file(run.store, ref.folder, base.file("config.json")))
-    files = foreign_files(run, session.prompts, max(session.tokenizer.vocab_size, model.get("vocab_size", 0)))
+    files = foreign_files(run, session.data.prompts, max(session.data.tokenizer.vocab_size, model.get("vocab_size", 0)))
     digests = {str(path): file_sha256(path) for path in files.paths()}
     groups, records, sizes, num_unknown = files.groups(), [], list[int](), 0
     while chunk := numbered(itertools.islice(groups, CHUNK_GROUPS), len(sizes)):
@@ -182,11 +183,11 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
                 name = session.config.rl.rollouts_from
                 raise UserError(f"rl.rollouts_from={name!r}: two different prompts are called {prompt.prompt_id}")
         file = attempt.write("prompts.parquet", list(prompts.values()), Prompt)
-        digest, cursor = session.data_sha256, stored.cursor
+        digest, cursor = session.data.sha256, stored.cursor
         if (
             stored.data_sha256 != digest
         ):  # a fork that samples again goes on where the source would have, else at the start
-            cursor = session.prompt_cursor.start() if session.config.sets("rl") else None
+            cursor = session.data.cursor.start() if session.config.sets("rl") else None
         metrics = {"num_prompts": len(prompts), "first_group": 0, "cursor": cursor, "data_sha256": digest}
         return Produced([file], metrics)
 
@@ -288,12 +289,12 @@ def _with_text(session: Session, rollout: Rollout) -> Rollout:
     tokens say.
     """
     tokens = rollout.completion_tokens.tolist()
-    decoded = session.tokenizer.decode(tokens)
+    decoded = session.data.tokenizer.decode(tokens)
     if not rollout.completion:
         return replace(rollout, completion=decoded)
     # others write a text without its marks that are special tokens
     if rollout.loss_mask.all() and not any(
-        text.strip() in rollout.completion for text in (decoded, session.tokenizer.decode_plain(tokens))
+        text.strip() in rollout.completion for text in (decoded, session.data.tokenizer.decode_plain(tokens))
     ):
         raise UserError(
             f"rl.rollouts_from={session.config.rl.rollouts_from!r}: a completion of prompt {rollout.prompt_id} reads "

@@ -66,7 +66,7 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
     delta = await asyncio.to_thread(read_delta, store, ref.folder, manifest)
     if delta is not None:  # first what it is a difference to
         await restore_policy(session, version=version - 1)
-    scratch = session.work_dir / "remaking"
+    scratch = session.data.folder / "remaking"
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         await remake_policy(session, version, Path(folder), manifest.files, delta.base if delta else None)
