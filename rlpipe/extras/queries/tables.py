@@ -6,7 +6,7 @@ A file carries labels (run, iteration, round): one whose labels a query rules ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
@@ -17,7 +17,6 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.hashing import canonical_json
 from rlpipe.base.manifests import moment_of
 from rlpipe.base.printable import printable
-from rlpipe.base.values import JsonDict
 from rlpipe.extras.queries.catalogue import Catalogue, StoredArtifact
 from rlpipe.records.columns import schema_of
 from rlpipe.records.prompt import Prompt
@@ -25,7 +24,9 @@ from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.as_files import file_system, path_of
 
 Source: TypeAlias = "pa.Table | ds.Dataset"
-File = tuple[str, int, JsonDict]  # key, bytes, labels
+Row = Mapping[str, object]  # by column
+Labels = dict[str, str | int | bool | None]  # of all rows of a file, by column
+File = tuple[str, int, Labels]  # key, bytes, labels
 MOMENT = pa.timestamp("us")  # in UTC
 PLACED = {"run": pa.string(), "iteration": pa.int32(), "round": pa.int32()}
 NUMBERS, TEXTS = pa.map_(pa.string(), pa.float64()), pa.map_(pa.string(), pa.string())
@@ -123,7 +124,7 @@ class Tables:
     def _artifacts(self) -> Source:
         return _table([self._artifact_row(artifact) for artifact in self._catalogue.artifacts()], ARTIFACTS)
 
-    def _artifact_row(self, artifact: StoredArtifact) -> JsonDict:
+    def _artifact_row(self, artifact: StoredArtifact) -> Row:
         manifest, place = artifact.manifest, artifact.place
         return {
             "run": place.run,
@@ -177,7 +178,7 @@ class Tables:
         ]
         filtered = {(artifact.run, artifact.place.iteration) for artifact in self._batches()}
 
-        def labels(artifact: StoredArtifact) -> JsonDict:
+        def labels(artifact: StoredArtifact) -> Labels:
             maker = catalogue.maker(artifact, "rollouts")
             return {
                 **_placed(artifact),
@@ -203,7 +204,7 @@ class Tables:
     def _gaps(self) -> Source:
         labels = {"run": pa.string(), "iteration": pa.int32()}
 
-        def labelled(artifact: StoredArtifact) -> JsonDict:
+        def labelled(artifact: StoredArtifact) -> Labels:
             return {"run": artifact.run, "iteration": artifact.place.iteration}
 
         files = self._files(self._catalogue.artifacts("gap"), "gap.parquet", labelled)
@@ -224,14 +225,14 @@ class Tables:
     def _evaluation_rollouts(self) -> Source:
         labels = {"run": pa.string(), "evaluated_version": pa.int32()}
 
-        def labelled(artifact: StoredArtifact) -> JsonDict:
+        def labelled(artifact: StoredArtifact) -> Labels:
             return {"run": artifact.run, "evaluated_version": artifact.manifest.weight_version}
 
         files = self._files(self._catalogue.artifacts("evaluation"), "evaluation.parquet", labelled)
         return self._dataset(files, schema_of(Rollout, SCORES), labels)
 
     def _files(
-        self, artifacts: Iterable[StoredArtifact], plain_name: str, labels: Callable[[StoredArtifact], JsonDict]
+        self, artifacts: Iterable[StoredArtifact], plain_name: str, labels: Callable[[StoredArtifact], Labels]
     ) -> list[File]:
         entries = [(self._catalogue.file(artifact, plain_name), artifact) for artifact in artifacts]
         return [(*file, labels(artifact)) for file, artifact in entries if file]
@@ -251,7 +252,7 @@ class Tables:
         return ds.FileSystemDataset(fragments, whole, kind, system)
 
 
-def _placed(artifact: StoredArtifact) -> JsonDict:
+def _placed(artifact: StoredArtifact) -> Labels:
     place = artifact.place
     return {"run": artifact.run, "iteration": place.iteration, "round": place.round_index}
 
@@ -264,8 +265,8 @@ def _moment(text: str) -> datetime | None:
         return None
 
 
-def _table(rows: list[JsonDict], columns: dict[str, pa.DataType]) -> pa.Table:
-    rows = [
+def _table(rows: Sequence[Row], columns: dict[str, pa.DataType]) -> pa.Table:
+    plain = [
         {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
     ]
-    return pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items())))
+    return pa.Table.from_pylist(plain, schema=pa.schema(list(columns.items())))

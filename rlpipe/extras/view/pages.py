@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from starlette.datastructures import QueryParams
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import IterationRecord
-from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import identity
 from rlpipe.extras.view.groups import ShownRollout, evaluation_groups, scored_files
 from rlpipe.extras.view.library import Library
@@ -37,6 +36,19 @@ class Page:
     values: Mapping[str, Any]
 
 
+Place = Mapping[str, Any]  # the parameters of an address: run, kind and number as texts, group, rollout
+
+
+class TablePart(TypedDict):
+    """The rows of one page of a table. `before`, `after`: the first rows of the pages beside it."""
+
+    rows: list[Any]
+    total: int
+    first: int
+    before: int | None
+    after: int | None
+
+
 def number_of(query: QueryParams, name: str, default: int, least: int = 0) -> int:
     """A whole number of the address; UserError for what is none."""
     text = query.get(name) or str(default)
@@ -53,14 +65,14 @@ def choice(query: QueryParams, name: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def part_of(rows: list[Any], query: QueryParams) -> JsonDict:
+def part_of(rows: list[Any], query: QueryParams) -> TablePart:
     """The rows of one page of a table, and where the pages before and after it begin."""
     first = min(number_of(query, "first", 0), max(len(rows) - 1, 0))
     before, after = max(first - ROWS, 0) if first else None, first + ROWS if first + ROWS < len(rows) else None
     return {"rows": rows[first : first + ROWS], "total": len(rows), "first": first, "before": before, "after": after}
 
 
-def runs_page(library: Library, _place: JsonDict, _query: QueryParams) -> Page:
+def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
     """All runs, those that worked last first.
 
     The record of a run's newest iteration has its curve, so no other is read.
@@ -72,7 +84,7 @@ def runs_page(library: Library, _place: JsonDict, _query: QueryParams) -> Page:
     return Page("runs.html", {"summaries": known, "unread": unread})
 
 
-def compare_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:
+def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:
     """Some runs side by side: curves, what they end with, the settings in which they differ."""
     names = list(dict.fromkeys(query.getlist("run")))
     if not 0 < len(names) <= COMPARED_MAX:
@@ -97,7 +109,7 @@ def compare_page(library: Library, _place: JsonDict, query: QueryParams) -> Page
     return Page("compare.html", values)
 
 
-def run_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
+def run_page(library: Library, place: Place, query: QueryParams) -> Page:
     """A run: curves and iterations, the newest first."""
     run = library.run(place["run"])
     records = library.records(run)
@@ -144,7 +156,7 @@ class AnswerPair(NamedTuple):
         return text | ({"better"} if after > before else {"worse"} if after < before else set())
 
 
-def evaluations_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
+def evaluations_page(library: Library, place: Place, query: QueryParams) -> Page:
     """The evaluations of a run, and what two of its weight
     versions answered to the same prompts."""
     run = library.run(place["run"])

@@ -6,7 +6,6 @@ import numpy as np
 from starlette.datastructures import QueryParams
 
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.base.values import JsonDict
 from rlpipe.extras.view.groups import (
     FATES,
     GroupFiles,
@@ -18,7 +17,7 @@ from rlpipe.extras.view.groups import (
     scored_files,
 )
 from rlpipe.extras.view.library import Library
-from rlpipe.extras.view.pages import Page, choice, number_of, part_of
+from rlpipe.extras.view.pages import Page, Place, choice, number_of, part_of
 from rlpipe.extras.view.plots import curve, plot
 from rlpipe.extras.view.search import newest_first, prompt_in_evaluations, prompt_in_iterations, search
 from rlpipe.extras.view.tokens import ShownToken, shown_tokens
@@ -38,7 +37,7 @@ AXES = {"iterations": "iteration", "evaluations": "weight version"}
 COLOURS = ("logprob", "gap", "mask", "version", "none")
 
 
-def files_of(library: Library, place: JsonDict) -> GroupFiles:
+def files_of(library: Library, place: Place) -> GroupFiles:
     """The groups that an address names: of an iteration, or of an evaluation."""
     text = place["number"]
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
@@ -51,7 +50,7 @@ def files_of(library: Library, place: JsonDict) -> GroupFiles:
     return iteration_groups(library, run, number)
 
 
-def groups_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
+def groups_page(library: Library, place: Place, query: QueryParams) -> Page:
     """The groups of an iteration, or of an evaluation."""
     files = files_of(library, place)
     lines, text, number = files.groups(), query.get("text") or "", files.number
@@ -76,7 +75,7 @@ def _matches(line: GroupLine, fate: str, text: str) -> bool:
     return fate in ("all", line.fate) and text.casefold() in f"{line.prompt_id}\n{line.prompt}".casefold()
 
 
-def group_page(library: Library, place: JsonDict, _query: QueryParams) -> Page:
+def group_page(library: Library, place: Place, _query: QueryParams) -> Page:
     """One group: its prompt, and every rollout with its reward and the parts of it."""
     files, group = files_of(library, place), place["group"]
     rollouts = files.rollouts(group)
@@ -93,7 +92,7 @@ def group_page(library: Library, place: JsonDict, _query: QueryParams) -> Page:
     return Page("group.html", values)
 
 
-def rollout_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
+def rollout_page(library: Library, place: Place, query: QueryParams) -> Page:
     """One rollout token by token."""
     files, group, index = files_of(library, place), place["group"], place["rollout"]
     rollout, trained = files.rollout(group, index), files.trained(group).get(index)
@@ -145,7 +144,7 @@ def _no_gap(files: GroupFiles, trained: bool) -> str:
     return "nobody recorded the engine's logprobs, or no token was trained"
 
 
-def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
+def prompt_page(library: Library, place: Place, query: QueryParams) -> Page:
     """The same prompt through the iterations, or through the evaluations."""
     run, prompt_id = library.run(place["run"]), query.get("id") or ""
     start = number_of(query, "from", 0) if query.get("from") else None
@@ -165,7 +164,7 @@ def prompt_page(library: Library, place: JsonDict, query: QueryParams) -> Page:
     return Page("prompt.html", values | {"plots": [drawn] if answers else []})
 
 
-def search_page(library: Library, _place: JsonDict, query: QueryParams) -> Page:
+def search_page(library: Library, _place: Place, query: QueryParams) -> Page:
     """Rollouts with a text, of one run or of all, for a bounded time; the page says where it goes
     on.
     """

@@ -43,7 +43,7 @@ from rlpipe.store.documents import LaterVersion
 VIEW_KEY_VARIABLE = "RLPIPE_VIEW_KEY"
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]  # as browsers name them
 INDEX_MAX = 2**31 - 1  # of a group or a rollout
-Show = Callable[[Library, JsonDict, QueryParams], Page]
+Show = Callable[[Library, pages.Place, QueryParams], Page]
 PAGES: dict[str, Show] = {
     "/": pages.runs_page,
     "/compare": pages.compare_page,
