@@ -42,7 +42,7 @@ Second = Annotated[
 def view(store: StoreUrl = STORE, host: Host = "127.0.0.1", port: Port = 8450) -> None:
     """Look at a store in a browser: runs, groups, rollouts token by token, evaluations. It only
     reads, also while runs write."""
-    serve: Callable[[Store, str, int, Callable[..., None]], None] = opened(COMMANDS["view"], "rlpipe view")
+    serve: Callable[[Store, str, int, Callable[..., None]], None] = opened(COMMANDS["view"], "view")
     serve(readable_store(store), host, port, echo)
 
 
@@ -56,7 +56,7 @@ def sql(
     """Ask the runs of a store in SQL. Views: runs, iterations, prompts, rollouts, scores,
     evaluations, evaluation_rollouts, artifacts."""
     answer: Callable[[Store, str, list[str], Format, int, Callable[..., None]], list[str]]
-    answer = opened(COMMANDS["sql"], "rlpipe sql")
+    answer = opened(COMMANDS["sql"], "sql")
     faults = answer(readable_store(store), query, run or [], kind, rows, echo)
     for fault in faults:
         echo(f"FAULT {fault}", err=True)
@@ -78,7 +78,7 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
         )
         is_named = compare(stored, second, echo_all)
     else:
-        explain: Callable[..., bool] = opened(COMMANDS["why"], "rlpipe why")
+        explain: Callable[..., bool] = opened(COMMANDS["why"], "why")
         is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
     if not is_named:
         raise typer.Exit(NOTHING_NAMED)

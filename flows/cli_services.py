@@ -155,7 +155,7 @@ def trainer(
 
 def engine(context: typer.Context) -> None:
     """Serve a model over SGLang's protocol (`rlpipe engine --help`)."""
-    os.execv(sys.executable, [sys.executable, "-m", opened(SERVERS["engine"], "rlpipe engine"), *context.args])
+    os.execv(sys.executable, [sys.executable, "-m", opened(SERVERS["engine"], "engine"), *context.args])
 
 
 def server(

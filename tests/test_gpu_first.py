@@ -85,5 +85,5 @@ def test_a_package_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
     program = "import sys; sys.modules['plotly'] = None; from flows.cli import app; app()"
     command = [sys.executable, "-c", program, "view", "--store", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 2 and "rlpipe view: needs the package plotly, which is not installed" in ended.stderr
+    assert ended.returncode == 2 and "rlpipe: view: needs the package plotly, which is not installed" in ended.stderr
     assert "Traceback" not in ended.stderr

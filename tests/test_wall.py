@@ -98,10 +98,10 @@ def test_the_core_is_imported_without_extras(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["view"], "rlpipe view: this installation of rlpipe has no rlpipe.extras; install the whole package"),
+        (["view"], "rlpipe: view: this installation of rlpipe has no rlpipe.extras; install the whole package"),
         (
             ["sql", "select 1"],
-            "rlpipe sql: this installation of rlpipe has no rlpipe.extras; install the whole package",
+            "rlpipe: sql: this installation of rlpipe has no rlpipe.extras; install the whole package",
         ),
         pytest.param(
             ["plan", "tiny"],
