@@ -64,7 +64,7 @@ async def test_prompts_are_dropped_before_the_cursor_draws(folder: Path) -> None
     assert sorted(prompt.prompt_id for prompt in prompts) == fit, "one pass over what fits"
     again = Session(session.run, folder)
     again.data.tokenizer = session.data.tokenizer
-    assert again.data_sha256 == session.data.sha256
+    assert again.data.sha256 == session.data.sha256
     assert (await sample_prompts(again, iteration=0, round_index=0, before=None)).cached
 
 
