@@ -83,8 +83,9 @@ def answer_text(completion: str) -> str:
 
 
 def is_value(line: str) -> bool:
-    """True when a line is a number or formula and nothing else: no words outside of `\\text{}`, no
-    number of a heading."""
+    """True when a line is only a number or a formula: without words outside of `\\text{}`, and not
+    the number of a heading.
+    """
     if _COUNTED.match(line) or sum(map(line.count, "([")) != sum(map(line.count, ")]")):
         return False
     bare = re.sub(r"\\[A-Za-z]+", "", LATEX_TEXT.sub("", line))
