@@ -43,8 +43,8 @@ def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> N
     """Raises UserError naming the config field when this machine does not have these GPUs, or this
     process may not use them.
 
-    `num_processes`: the number of processes that share them evenly. Without device files of a
-    driver nothing is known of the machine, and nothing is checked.
+    `num_processes`: the number of processes that share them evenly. With drivers that have no
+    device file per GPU (WSL, AMD) the number of GPUs is not checked.
     """
     devices, share = _visible(field_name, gpu_ids), len(gpu_ids) // num_processes
     for index in range(num_processes):
