@@ -43,7 +43,7 @@ class MarkedCall(NamedTuple):
 
 def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
     """The form of arguments that a template writes correctly: as JSON, encoded once, or in a syntax
-    of its own.
+    of its own; "none" when it writes no calls.
     """
     for form in ("object", "text"):
         for call_id in TRIED_IDS:
