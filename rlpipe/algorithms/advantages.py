@@ -175,7 +175,9 @@ def _returns(
 
 
 def _whitened(values_N: np.ndarray) -> np.ndarray:
-    """(x - mean) / sqrt(variance + VARIANCE_MIN), ddof 1; exactly 0 where all are equal."""
+    """Whitens values: (x - mean) / sqrt(variance + VARIANCE_MIN), ddof 1; exactly 0 where all are
+    equal.
+    """
     if not len(values_N) or values_N.min() == values_N.max():
         return np.zeros_like(values_N)
     return (values_N - values_N.mean()) / np.sqrt(values_N.var(ddof=1) + VARIANCE_MIN)

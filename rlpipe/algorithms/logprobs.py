@@ -37,9 +37,10 @@ def chunked_logprobs(
     temperature-scaled distribution.
 
     `project` maps hidden states to logits (the lm_head). Each chunk's logits are recomputed in the
-    backward pass, unless N is at most `kept`. `entropy_trained`: the loss depends on the entropies.
-    Trap: if it does not, they must have no gradient, as recomputed logits of an unused output would
-    stay in memory until the end of the step, for all chunks.
+    backward pass, unless N is at most `kept`. `entropy_trained`: the loss depends on the entropies;
+    otherwise they are computed without gradient, since logits that are recomputed for an output
+    which the backward pass never reaches would stay in memory until the end of the step, for all
+    chunks.
     """
     assert hidden_NH.ndim == 2 and hidden_NH.shape[0] == targets_N.shape[0], "one target a position"
     assert temperature > 0 and chunk > 0, f"temperature={temperature}, chunk={chunk}"

@@ -27,7 +27,7 @@ class StoreError(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """No engine could answer within its limits."""
+    """Raised when no engine could answer within its limits."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*_said(args))

@@ -1,11 +1,11 @@
 """The FLOPs of a model's passes, and their share of a GPU's peak: model FLOPs utilisation (MFU).
 
-After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T a
-token for a forward and a backward pass, N parameters, L layers, H heads, Q numbers of a head, T
-tokens of the sequence. A third of that is a forward pass. N without embeddings that are only looked
-up, of a layer's experts those that a token is sent to, and the head for the tokens whose logits are
-made, the scored ones. Recomputed activations and padding are no model FLOPs; windows and the causal
-half are not taken off, as there.
+After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T
+per token for a forward and a backward pass, with N parameters, L layers, H heads, Q the head
+dimension, T tokens of the sequence. A forward pass is a third of that. N leaves out embeddings,
+which are only looked up, counts only the experts that a token is routed to, and the head only for
+scored tokens, whose logits are computed. Recomputed activations and padding do not count; as in the
+paper, windows and the causal half are not subtracted.
 """
 
 from __future__ import annotations
