@@ -98,7 +98,8 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._printed: Printed | None = None
         self._closed = False
-        self._lock = threading.Lock()  # guards the two above, so that `close` misses no process
+        # guards `_process` and `_closed`, so that `close` misses no process
+        self._lock = threading.Lock()
 
     def start(self) -> Any:
         """Starts a new process if there is none; returns the message that it sends when it is

@@ -56,7 +56,7 @@ class ServiceRecord:
     url: str
     engine: str = ""
     rendezvous: str = ""
-    # so no two starts have the same record
+    # random, so that no two starts have the same record
     start: str = field(default_factory=lambda: secrets.token_hex(8))
     proof: str = ""  # proves that its writer has the services' key
 
