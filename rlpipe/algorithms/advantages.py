@@ -1,11 +1,11 @@
-"""Advantages from rewards, formulas in docs/algorithms.md.
+"""Computes advantages from rewards; formulas in docs/algorithms.md.
 
-Pure numpy: the flow process computes them without torch.
+Pure numpy, so that the flow process needs no torch.
 
-Legend: B rollouts (or rows, where a rollout has several: `rollout_B`), R rollouts then, G rollouts
-of one group, T tokens, N scored tokens of a batch: rollout after rollout, masked tokens left out.
-`lengths_B` are the scored tokens of each rollout (they add up to N). Masks are 1 (or True) where a
-token counts. All float64.
+Legend: B rollouts (where a rollout has several rows, `rollout_B`: B rows of R rollouts), G rollouts
+of one group, T tokens, N scored tokens of a batch, rollout after rollout, without masked tokens.
+`lengths_B`: the number of scored tokens of each rollout; the sum is N. Masks are 1 (or True) where
+a token counts. All values are float64.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-STD_MIN = 1e-6  # added to the standard deviation that grpo divides by
-VARIANCE_MIN = 1e-8  # added to the variance that whitening divides by
+STD_MIN = 1e-6  # added to grpo's divisor, the standard deviation
+VARIANCE_MIN = 1e-8  # added to the variance in whitening
 
 
 def _grpo(rewards_G: np.ndarray, _: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def _opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
     return rewards_G - (lengths_G * rewards_G).sum() / tokens if tokens else np.zeros_like(rewards_G)
 
 
-# (rewards_G, lengths_G) -> advantages of one group whose rewards are not all equal
+# (rewards_G, lengths_G) -> advantages_G of one group, whose rewards are not all equal
 GROUP_ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo, "maxrl": _maxrl, "opo": _opo,
 }  # fmt: skip
@@ -58,18 +58,19 @@ def row_advantages(
     kl_coef: float = 0.0,
     rollout_B: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Advantages of the scored tokens of each row of a batch: what the trainer trains on.
+    """Computes the advantages of the scored tokens of each row of a batch, on which the trainer
+    trains.
 
-    Where all tokens of a row have the same, they are one number in memory.
+    Where all tokens of a row have the same advantage, it is stored once.
 
-    `kl_N` is subtracted from the rewards: token by token for `reinforce_plus_plus`, for the others
-    as its sum over the rollout. `gamma` is read by `reinforce_plus_plus` alone. ValueError on an
-    unknown estimator.
+    ValueError for an unknown estimator.
 
-    `rollout_B`: 0, 1, ... for the rows of the first rollout, the second, ...; none: each row is a
-    rollout. Rows of a rollout have its reward, and count once: it is compared with other rollouts,
-    and its length and its KL are those of all its rows. Only `reinforce_plus_plus`, which compares
-    tokens, takes each row by itself.
+    `kl_N` is subtracted from the rewards: per token for `reinforce_plus_plus`, as the sum over the
+    rollout for all others. Only `reinforce_plus_plus` uses `gamma`.
+
+    `rollout_B`: 0, 1, ... for the rows of the first rollout, the second, ...; None: each row is a
+    rollout. The rows of a rollout have its reward and count once: length and KL of a rollout are
+    summed over its rows. Only `reinforce_plus_plus`, which compares tokens, treats each row alone.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(ESTIMATORS)}")
@@ -94,17 +95,17 @@ def row_advantages(
 
 
 def all_tokens(values_B: list[np.ndarray]) -> np.ndarray:
-    """Values of all N scored tokens of a batch, of those of each row."""
+    """Concatenates the values of each row to those of all N scored tokens of a batch."""
     return np.concatenate([np.zeros(0), *values_B])
 
 
 def _of_rows(values_N: np.ndarray, lengths_B: np.ndarray) -> list[np.ndarray]:
-    """Values of all scored tokens, row by row."""
+    """Splits the values of all scored tokens by row."""
     return [values_N[end - length : end] for end, length in zip(np.cumsum(lengths_B), lengths_B, strict=True)]
 
 
 def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:
-    """The scored tokens of each of R rollouts: those of its rows together.
+    """The number of scored tokens of each of R rollouts, summed over its rows.
 
     `rollout_B` as in `row_advantages`.
     """
@@ -114,7 +115,7 @@ def rollout_sums(lengths_B: np.ndarray, rollout_B: np.ndarray) -> np.ndarray:
 def rollout_means(advantages_N: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
     """The mean advantage of each rollout's scored tokens; 0 where it has none.
 
-    That of equal ones is exactly theirs.
+    The mean of equal values is exactly that value.
     """
     lengths_B = np.asarray(lengths_B, dtype=np.int64)
     first_B = np.zeros(len(lengths_B))
@@ -127,12 +128,12 @@ def rollout_means(advantages_N: np.ndarray, lengths_B: np.ndarray) -> np.ndarray
 def group_advantages(
     rewards_B: np.ndarray, group_index_B: np.ndarray, *, estimator: str, lengths_B: np.ndarray | None = None
 ) -> np.ndarray:
-    """Advantages of B rollouts, each against its group.
+    """Computes the advantages of B rollouts, each relative to its group.
 
     `grpo` (r - mean) / (std + STD_MIN) with ddof 1; `dr_grpo` r - mean; `rloo` (r - mean) * G / (G
     - 1); `maxrl` (r - mean) / mean, 0 where the mean is not positive; `opo` r - sum(length * r) /
-    sum(length), which needs `lengths_B`. A group of one, a group of equal rewards, and for opo one
-    without tokens, have advantage 0 exactly. ValueError on an unknown estimator.
+    sum(length), which needs `lengths_B`. Exactly 0 for a group of one rollout, for equal rewards,
+    and in opo for a group without tokens. ValueError for an unknown estimator.
     """
     if estimator not in GROUP_ESTIMATORS or (estimator == "opo" and lengths_B is None):
         raise ValueError(f"estimator={estimator!r}: use one of {', '.join(GROUP_ESTIMATORS)}; opo needs lengths_B")
@@ -147,8 +148,8 @@ def group_advantages(
     for group in np.unique(group_index_B):
         members = np.flatnonzero(group_index_B == group)
         rewards_G = rewards_B[members]
-        # a mean of equal floats may differ from them in the last bit,
-        # and grpo divides by the tiny std
+        # the mean of equal floats may differ from them in the last bit, which grpo would divide by
+        # a tiny std
         if rewards_G.min() < rewards_G.max():
             advantages_B[members] = GROUP_ESTIMATORS[estimator](rewards_G, lengths_B[members])
     assert np.isfinite(advantages_B).all(), "an advantage is not finite"
@@ -158,8 +159,8 @@ def group_advantages(
 def _returns(
     rewards_B: np.ndarray, lengths_B: np.ndarray, gamma: float, kl_N: np.ndarray | None, kl_coef: float
 ) -> np.ndarray:
-    """Discounted return-to-go of N tokens; the reward comes with the last token of a rollout, the
-    KL with its own.
+    """The discounted return-to-go of N tokens: the reward is at the last token of a rollout, the KL
+    of each token at that token.
     """
     assert np.isfinite(rewards_B).all(), "a reward is not finite"
     returns_N = np.zeros(int(lengths_B.sum())) if kl_N is None else -kl_coef * np.asarray(kl_N, dtype=np.float64)
@@ -167,23 +168,26 @@ def _returns(
     order = np.argsort(-lengths_B, kind="stable")
     starts, lengths = _starts(lengths_B)[order], lengths_B[order]
     for token in range(int(lengths_B.max(initial=0)) - 2, -1, -1):
-        at = starts[: np.searchsorted(-lengths, -(token + 1))] + token  # the rollouts with a token after this one
+        # rollouts with a token after this one
+        at = starts[: np.searchsorted(-lengths, -(token + 1))] + token
         returns_N[at] += gamma * returns_N[at + 1]
     return returns_N
 
 
 def _whitened(values_N: np.ndarray) -> np.ndarray:
-    """(x - mean) / sqrt(variance + VARIANCE_MIN), ddof 1; exactly 0 where all are equal."""
+    """Whitens values: (x - mean) / sqrt(variance + VARIANCE_MIN), ddof 1; exactly 0 where all are
+    equal.
+    """
     if not len(values_N) or values_N.min() == values_N.max():
         return np.zeros_like(values_N)
     return (values_N - values_N.mean()) / np.sqrt(values_N.var(ddof=1) + VARIANCE_MIN)
 
 
 def _rows(lengths_B: np.ndarray) -> np.ndarray:
-    """The rollout of each of the N tokens."""
+    """The index of the rollout of each of the N tokens."""
     return np.repeat(np.arange(len(lengths_B)), lengths_B)
 
 
 def _starts(lengths_B: np.ndarray) -> np.ndarray:
-    """The place among the N tokens at which each rollout's tokens begin, [B]."""
+    """The index among the N tokens of each rollout's first token, [B]."""
     return np.cumsum(lengths_B) - lengths_B

@@ -1,8 +1,8 @@
-"""Answers of completions: their place in a text, how many of an evaluation set pass, pass@k, the
-majority. Pure.
+"""Finds the answers in completions, and computes the metrics of evaluation sets: pass@k, majority
+votes. Pure.
 
-An answer is looked for in one pass: a policy may write thousands of tags and braces that do not
-close.
+Answers are found in one pass, in linear time: a policy may write thousands of tags and braces that
+are never closed.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ import numpy as np
 
 from rlpipe.records.rollout import Group, Rollout
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)\\[{}]|[{}]")  # \{ and \} are signs of a formula, and close nothing
+# \{ and \} are printed braces of a formula, and close nothing
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]+([^\s{}$\\]*[^\s{}$\\.,;:])")  # \boxed 42
 _SAYS = re.compile(r"\S")
-_BETWEEN = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?\b(?:and|or)\b)[\s$]*")  # between boxes that are one answer together
-_HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; a fifth # makes it a heading
+# between two boxes that are one answer
+_BETWEEN = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?\b(?:and|or)\b)[\s$]*")
+_HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; with a fifth # it is a heading
 _NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
 _COUNTED = re.compile(r"\d+[.):]\s")  # a heading: "#### 1. Check"
-COMPARED_CHARS = 200  # of two answers
+COMPARED_CHARS = 200  # of each of the two answers
 LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
 
 
 def likeness(one: str, other: str) -> float:
-    """The share of characters that two answers have in common, from 0 to 1, by Ratcliff and
-    Obershelp; of the first COMPARED_CHARS of each."""
+    """The similarity of two answers, from 0 to 1, by Ratcliff and Obershelp, over the first
+    COMPARED_CHARS characters of each.
+    """
     return SequenceMatcher(None, one[:COMPARED_CHARS], other[:COMPARED_CHARS], autojunk=False).ratio()
 
 
 def last_answer(completion: str) -> str | None:
-    """The text of the last `<answer>` that is closed; None when there is none.
+    """The text of the last `<answer>` element that is closed; None when there is none.
 
-    Not by a regular expression: those are quadratic.
+    A regular expression would take quadratic time.
     """
     end = completion.rfind("</answer>")
     start = completion.rfind("<answer>", 0, max(end, 0))
@@ -47,8 +50,8 @@ def boxed_answer(text: str) -> str | None:
     """The content of the last box: `\\boxed{...}` or `\\fbox{...}` whose braces close, or
     `\\boxed 42`; None when there is none.
 
-    A box that is empty, or not closed, is none. Boxes with only a comma, "and" or "or" between them
-    are one answer, joined by commas.
+    A box that is empty or not closed does not count. Boxes with only a comma, "and" or "or" between
+    them are one answer, joined by commas.
     """
     box = _boxes(text)
     return box[2] if box else None
@@ -57,9 +60,9 @@ def boxed_answer(text: str) -> str | None:
 def marked_answer(completion: str) -> str | None:
     """The text that the completion marks as its answer, stripped; None when it marks none.
 
-    It is the last `<answer>` element (of that the last box, where it has one), or else the last of
-    these: a box (`boxed_answer`), or `####` with a number or formula alone behind it on its line.
-    Where there is no box, words may follow the number.
+    It is the last `<answer>` element (the last box in it, where it has one), or else the last of
+    these: a box (`boxed_answer`), or `####` followed by only a number or formula on its line. Where
+    there is no box, words may follow the number.
     """
     if (tagged := last_answer(completion)) is not None:
         return boxed_answer(tagged) or tagged.strip()
@@ -72,7 +75,7 @@ def marked_answer(completion: str) -> str | None:
 
 
 def answer_text(completion: str) -> str:
-    """The text that counts as the answer: the one that is marked (`marked_answer`), else the whole
+    """The text that counts as the answer: the marked one (`marked_answer`), else the whole
     completion; stripped.
     """
     marked = marked_answer(completion)
@@ -80,8 +83,9 @@ def answer_text(completion: str) -> str:
 
 
 def is_value(line: str) -> bool:
-    """True when a line is a number or formula and nothing else: no words outside of `\\text{}`, no
-    number of a heading."""
+    """True when a line is only a number or a formula: without words outside of `\\text{}`, and not
+    the number of a heading.
+    """
     if _COUNTED.match(line) or sum(map(line.count, "([")) != sum(map(line.count, ")]")):
         return False
     bare = re.sub(r"\\[A-Za-z]+", "", LATEX_TEXT.sub("", line))
@@ -90,17 +94,16 @@ def is_value(line: str) -> bool:
 
 
 def _boxes(text: str) -> tuple[int, int, str] | None:
-    """The begin and the end of the last box, and its content; None without a box. Boxes that are
-    one answer together are one.
+    """The start, end and content of the last box; None without a box. Boxes that are one answer
+    count as one.
 
-    Boxes may lie in one another thousands deep: the content is read only of those that lie side by
-    side at the end.
+    Boxes may be nested thousands deep: only the content of the boxes next to each other at the end
+    is read.
     """
-    # begin and end of each, and of what it holds
+    # start and end of each box, and of its content
     boxes = [(*bare.span(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
-    opened: list[
-        tuple[int, int] | None
-    ] = []  # of each box that is open, where it and its inside begin; None: another brace
+    # for each open brace the start of its box and of the content; None if it is not of a box
+    opened: list[tuple[int, int] | None] = []
     for brace in _BRACES.finditer(text):
         sign = brace[0]
         if sign == "{":
@@ -111,7 +114,7 @@ def _boxes(text: str) -> tuple[int, int, str] | None:
             boxes.append((begin[0], brace.end(), begin[1], brace.start()))
     boxes.sort()
     first = end = -1
-    parts: list[str] = []  # last one first
+    parts: list[str] = []  # the last one first
     while boxes and (not parts or (boxes[-1][1] <= first and _BETWEEN.fullmatch(text, boxes[-1][1], first))):
         begin_at, end_at, *within = boxes.pop()
         inside = text[slice(*within)].strip()
@@ -122,25 +125,27 @@ def _boxes(text: str) -> tuple[int, int, str] | None:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """The chance that at least one of k completions passes, drawn without replacement: 1 - C(n-c,
-    k) / C(n, k).
+    """The probability that at least one of k completions, drawn without replacement, passes: 1 -
+    C(n-c, k) / C(n, k).
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, section 2.1), in whole numbers.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, section 2.1), computed in
+    integers.
     """
     assert 0 <= num_passed <= num_completions and 1 <= k <= num_completions
     return 1.0 - math.comb(num_completions - num_passed, k) / math.comb(num_completions, k)
 
 
 def majority_passes(answers: list[str], passed: list[bool]) -> bool:
-    """True when a completion with the most frequent answer passed. Of equally frequent answers the
-    first counts."""
+    """True when a completion with the most frequent answer passed; among equally frequent answers
+    the first one counts.
+    """
     assert len(answers) == len(passed) > 0
-    chosen = Counter(answers).most_common(1)[0][0]  # equal counts: in the order of first appearance
+    chosen = Counter(answers).most_common(1)[0][0]  # ties are in the order of first appearance
     return any(right for answer, right in zip(answers, passed, strict=True) if answer == chosen)
 
 
 def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float]:
-    """The metrics of one evaluation set from its scored rollouts: of each prompt, rollout 0 is
+    """The metrics of one evaluation set from its scored rollouts; rollout 0 of each prompt is
     greedy, the others are sampled.
 
     `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled

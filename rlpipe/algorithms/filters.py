@@ -1,4 +1,4 @@
-"""Filters choose the groups that are trained on. A filter keeps a group (None) or drops it with a
+"""Filters, which choose the groups to train on. A filter keeps a group (None) or drops it with a
 reason, which becomes a metric. Pure.
 
 A user's filter gets the group as a list of dicts with the columns of the scores (docs/filters.md).
@@ -24,10 +24,10 @@ ResolvedFilter = tuple[str, Filter, float]  # name, function, threshold
 
 
 def nonzero_std(group: Group, threshold: float) -> str | None:
-    """Keeps rewards whose (population) standard deviation is above the threshold: equal rewards
-    teach nothing.
+    """Keeps a group whose rewards have a (population) standard deviation above the threshold: equal
+    rewards have no gradient.
 
-    The reason tells the mean reward: "zero_std_1.0" is solved, "zero_std_0.0" is hopeless or a
+    The reason has the mean reward: "zero_std_1.0" is solved, "zero_std_0.0" is too hard, or has a
     broken reward.
     """
     rewards = _rewards(group)
@@ -36,12 +36,12 @@ def nonzero_std(group: Group, threshold: float) -> str | None:
 
 
 def min_reward(group: Group, threshold: float) -> str | None:
-    """Keeps a mean reward of at least the threshold."""
+    """Keeps a group whose mean reward is at least the threshold."""
     return None if statistics.fmean(_rewards(group)) >= threshold else "low_reward"
 
 
 def any_success(group: Group, threshold: float) -> str | None:
-    """Keeps a group in which some reward is at least the threshold."""
+    """Keeps a group with at least one reward that is at least the threshold."""
     return None if max(_rewards(group)) >= threshold else "no_success"
 
 
@@ -54,34 +54,36 @@ def diversity(group: Group, threshold: float) -> str | None:
 
 
 def reasonable_length(group: Group, threshold: float) -> str | None:
-    """Keeps a mean completion length, in tokens, of at most the threshold; single rollouts may be
-    longer.
+    """Keeps a group whose mean completion length, in tokens, is at most the threshold; single
+    rollouts may be longer.
     """
     lengths = [len(rollout.completion_tokens) for rollout in group]
     return None if statistics.fmean(lengths) <= threshold else "too_long"
 
 
 def minimum_length(group: Group, threshold: float) -> str | None:
-    """Keeps a mean completion length, in tokens, of at least the threshold; single rollouts may be
-    shorter.
+    """Keeps a group whose mean completion length, in tokens, is at least the threshold; single
+    rollouts may be shorter.
     """
     lengths = [len(rollout.completion_tokens) for rollout in group]
     return None if statistics.fmean(lengths) >= threshold else "too_short"
 
 
 def any_ended(group: Group, _threshold: float) -> str | None:
-    """Keeps a group in which some completion ended by itself: with `rl.mask_truncated`, another has
-    no token to train.
+    """Keeps a group in which a completion ended by itself: with `rl.mask_truncated`, truncated ones
+    have no token to train.
     """
     return None if any(rollout.finish_reason != TRUNCATED for rollout in group) else "all_truncated"
 
 
 def enough_rollouts(group: Group, threshold: float) -> str | None:
-    """Keeps a group of at least so many rollouts: one alone has nothing to be compared with."""
+    """Keeps a group of at least `threshold` rollouts: a single one cannot be compared with
+    others.
+    """
     return None if len(group) >= threshold else "too_few_rollouts"
 
 
-# the reasons by which a group is dropped of which nothing can be trained
+# the reasons of dropped groups of which nothing could be trained
 NOTHING_LEFT = ("too_few_rollouts", "all_truncated")
 NAMED: dict[str, Filter] = {
     "nonzero_std": nonzero_std,
@@ -91,7 +93,7 @@ NAMED: dict[str, Filter] = {
     "reasonable_length": reasonable_length,
     "minimum_length": minimum_length,
 }
-# of the thresholds that make sense: lowest, highest, what they are
+# valid thresholds: lowest, highest, description
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "nonzero_std": (0.0, math.inf, "a standard deviation of rewards"),
     "diversity": (0.0, 1.0, "a share of the completions"),
@@ -103,11 +105,11 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 def resolve_filters(
     filters: dict[str, float], *, size_min: int = 0, mask_truncated: bool = False
 ) -> list[ResolvedFilter]:
-    """The filters (name or package.module:function -> threshold) in the config's order; UserError
-    names what exists.
+    """Returns the filters (name or package.module:function -> threshold) in the config's order.
+    UserError with the known names for an unknown one.
 
-    A first one drops groups of fewer than `size_min` rollouts; with `mask_truncated`, a last one
-    those in which nothing would be left to train.
+    A first filter is added that drops groups of fewer than `size_min` rollouts; with
+    `mask_truncated`, also a last one that drops groups without a token to train.
     """
     resolved: list[ResolvedFilter] = [("enough_rollouts", enough_rollouts, size_min)] if size_min else []
     for name, threshold in filters.items():
@@ -120,10 +122,10 @@ def resolve_filters(
 
 
 def trial_group(size: int, parts: Iterable[str]) -> Group:
-    """A group of rollouts that nobody sampled, with every column that filters are given; `parts`:
-    the names of the reward's parts.
+    """A made-up group of rollouts, with all columns that filters get; `parts`: the names of the
+    reward's parts.
     """
-    names = list(parts)  # they may be an iterator, and every rollout has them
+    names = list(parts)  # `parts` may be an iterator, and every rollout needs it
     tokens, logprobs = np.array([3, 4], dtype=np.int32), np.full(2, -0.5, dtype=np.float32)
     return [
         Rollout(
@@ -138,8 +140,8 @@ def trial_group(size: int, parts: Iterable[str]) -> Group:
 
 
 def apply_filters(groups: list[Group], filters: list[ResolvedFilter]) -> tuple[list[int], dict[int, str]]:
-    """Positions of the groups kept, in order, and the reason of each dropped one: the first filter
-    that drops it gives it.
+    """Returns the indices of the kept groups, in order, and the reason of each dropped group, from
+    the first filter that drops it.
     """
     reasons: dict[int, str] = {}
     for position, group in enumerate(groups):
@@ -151,10 +153,10 @@ def apply_filters(groups: list[Group], filters: list[ResolvedFilter]) -> tuple[l
 
 
 def check_thresholds(filters: dict[str, float]) -> None:
-    """UserError for a threshold without sense, and for two that no group can pass."""
+    """Raises UserError for an invalid threshold, and for two that no group can pass."""
     for name, threshold in filters.items():
         low, high, meaning = BOUNDS.get(name, (-math.inf, math.inf, "a number"))
-        if not (math.isfinite(threshold) and low <= threshold <= high):  # also a nan
+        if not (math.isfinite(threshold) and low <= threshold <= high):  # also for a nan
             bounds = f"{meaning}, at least {low:g}" if math.isfinite(low) else f"{meaning} that is finite"
             bounds += f" and at most {high:g}" if math.isfinite(high) else ""
             raise UserError(f"rl.filters.{name}={threshold:g}: the threshold is {bounds}")
@@ -184,9 +186,9 @@ def _answer(resolved: ResolvedFilter, group: Group) -> str | None:
 
 
 def _of_rows(function: Callable[[list[JsonDict], float], Any]) -> Filter:
-    """A user's filter, which gets dicts with the columns of the scores."""
+    """Wraps a user's filter, which gets dicts with the columns of the scores."""
 
-    # imports Arrow, which the processes that score do without
+    # imports Arrow, which the scoring processes do not need
     from rlpipe.records.columns import as_row
 
     def filtered(group: Group, threshold: float) -> Any:

@@ -1,8 +1,8 @@
-"""Logprobs and entropies of logits on a GPU, in one kernel each way: an operation after the other
-reads and writes them some twenty times.
+"""Logprobs and entropies of logits on a GPU, with one kernel for the forward and one for the
+backward pass: unfused operations read and write the logits about twenty times.
 
-Legend: C positions, V vocabulary. z: the logits by the temperature, in fp32; S: the sum of exp(z -
-max z) over the vocabulary.
+Legend: C positions, V vocabulary. z: logits / temperature, in fp32; S: the sum of exp(z - max z)
+over the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 def fused_scores(
     logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets and entropies, fp32; with and without gradient the same bits."""
+    """Logprobs of the targets and entropies, fp32; the bits are the same with and without
+    gradient.
+    """
     return _Scores.apply(logits_CV, targets_C, temperature, entropy_trained)
 
 
@@ -51,7 +53,9 @@ class _Scores(torch.autograd.Function):
 
 
 def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies, and the logarithm of the sum of exp(z)."""
+    """Returns the logprobs of the targets, the entropies, and the logarithm of the sum of
+    exp(z).
+    """
     z_CV = logits_CV.float() / temperature
     highest_C1 = z_CV.amax(-1, keepdim=True)
     below_CV = z_CV - highest_C1
@@ -59,7 +63,7 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Te
     sum_C1 = powers_CV.sum(-1, keepdim=True)
     log_sum_C1 = sum_C1.log()
     logprobs_C1 = z_CV.gather(-1, targets_C[:, None]) - highest_C1 - log_sum_C1
-    # of finite logits alone: 0 x -inf is none
+    # only finite logits: 0 x -inf is nan
     entropy_C1 = log_sum_C1 - (powers_CV * below_CV).sum(-1, keepdim=True) / sum_C1
     return logprobs_C1.squeeze(-1), entropy_C1.squeeze(-1), (highest_C1 + log_sum_C1).squeeze(-1)
 
@@ -67,10 +71,9 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Te
 def logprob_slopes(
     logits_CV: Tensor, targets_C: Tensor, normal_C: Tensor, by_logprob_C: Tensor, temperature: float
 ) -> Tensor:
-    """The gradient of the loss by the logits, C x V, for a loss that depends on the logprobs alone.
+    """The gradient of a loss that depends only on the logprobs, with respect to the logits, C x V.
 
-    With p the probabilities and z the logits over the temperature, it is made of d logprob / dz_v =
-    [v is the target] - p_v.
+    With probabilities p, it follows from d logprob / dz_v = [v is the target] - p_v.
     """
     logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
     places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]
@@ -87,7 +90,9 @@ def entropy_slopes(
     by_entropy_C: Tensor,
     temperature: float,
 ) -> Tensor:
-    """The same where the entropies H are in it, too: dH / dz = -p_v (log p_v + H)."""
+    """As `logprob_slopes`, for a loss that depends on the entropies H, too: dH / dz_v = -p_v (log
+    p_v + H).
+    """
     logprobs_CV = logits_CV.float() / temperature - normal_C[:, None]
     shares_CV = logprobs_CV.exp()
     places_1V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None]
@@ -98,7 +103,7 @@ def entropy_slopes(
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a kernel, made once for all lengths."""
-    # both sums are of one pass behind that for the maximum in any case; torch warns of few
-    # positions, where it cannot merge the three
+    """The function as a kernel, compiled once for all lengths."""
+    # both sums take one pass after the one for the maximum; torch warns for few positions, where it
+    # cannot merge the three passes
     return torch.compile(function, dynamic=True, fullgraph=True, options={"online_softmax": False})

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, in chunks, so that the full logits never exist at once.
+"""Logprobs of chosen tokens, computed in chunks, so that the full logits never exist at once.
 
 Legend: N positions whose next token is scored, H hidden size, V vocabulary, C positions of a chunk.
 """
@@ -15,11 +15,11 @@ from rlpipe.algorithms.fused_scores import fused_scores
 from rlpipe.algorithms.losses import entropy
 
 LOGITS_MAX = 2**26  # elements of a chunk's logits: 256 MiB in fp32
-LOGITS_KEPT = 2**22  # so few, 16 MiB, are kept for the backward pass rather than made again
+LOGITS_KEPT = 2**22  # so few, 16 MiB, are kept for the backward pass and not recomputed
 
 
 def chunk_size(vocab_size: int, elements_max: int = LOGITS_MAX) -> int:
-    """Positions whose logits are at most so many elements."""
+    """The number of positions whose logits have at most `elements_max` elements."""
     return max(1, elements_max // vocab_size)
 
 
@@ -33,13 +33,14 @@ def chunked_logprobs(
     kept: int = 0,
     entropy_trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `targets_N` and entropies at N positions, fp32, of the temperature-scaled
-    distribution.
+    """Computes the logprobs of `targets_N` and the entropies at N positions, fp32, of the
+    temperature-scaled distribution.
 
-    `project` maps hidden states to logits (the lm_head). Each chunk's logits are made again in the
-    backward pass, unless N is at most `kept`. `entropy_trained`: whether the loss has the entropies
-    in it. What is made again for a part that the backward pass never asks for would stay until the
-    end of the step, so that the logits of all chunks existed at once after all.
+    `project` maps hidden states to logits (the lm_head). Each chunk's logits are recomputed in the
+    backward pass, unless N is at most `kept`. `entropy_trained`: the loss depends on the entropies;
+    otherwise they are computed without gradient, since logits that are recomputed for an output
+    which the backward pass never reaches would stay in memory until the end of the step, for all
+    chunks.
     """
     assert hidden_NH.ndim == 2 and hidden_NH.shape[0] == targets_N.shape[0], "one target a position"
     assert temperature > 0 and chunk > 0, f"temperature={temperature}, chunk={chunk}"
@@ -61,8 +62,8 @@ def chunked_logprobs(
 
 
 def scores_of(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets and entropies, fp32, an operation after the other."""
+    """Logprobs of the targets and entropies, fp32, by unfused operations."""
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
-    # before the gather: the order in which gradients add up is part of a result
+    # before the gather: the order in which gradients are summed affects the bits
     entropy_C = entropy(logprobs_CV if entropy_trained else logprobs_CV.detach())
     return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C

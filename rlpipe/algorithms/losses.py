@@ -1,6 +1,6 @@
-"""Losses: pure functions of tensors, formulas in docs/algorithms.md.
+"""The losses: pure functions of tensors; formulas in docs/algorithms.md.
 
-All-masked rows and empty batches give a finite zero.
+Rows that are fully masked and empty batches give 0.
 
 Legend: B sequences, T tokens. Masks are 1 (or True) where a token counts. `d` is a difference of
 logprobs.
@@ -20,29 +20,28 @@ KL_MAX = 10.0
 SAPO_SHARPNESS = (1.0, 1.05)  # the temperature of SAPO for A > 0, and for the others
 
 Entry = TypeVar("Entry")
-# the loss of each token, and where the clip is at work: below, above
+# the loss of each token, and masks of the tokens that are clipped below and above
 Terms = tuple[Tensor, Tensor, Tensor]
 
 
 def _entry(table: dict[str, Entry], option: str, name: str) -> Entry:
-    """ValueError, with the names there are, for one that is not in the table."""
+    """The entry of the table. ValueError with the known names for an unknown one."""
     if name not in table:
         raise ValueError(f"{option}={name!r}: use one of {', '.join(table)}")
     return table[name]
 
 
 def _difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """left - right clamped to ±20; 0 (and without gradient) where
-    masked, whatever is stored there."""
+    """left - right, clamped to ±20; 0 without gradient where masked, whatever the values there."""
     return torch.where(mask_BT.bool(), left_BT - right_BT, 0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The inputs of an objective. Where masked, logprobs and advantages are 0."""
+    """The inputs of an objective. Logprobs and advantages are 0 where masked."""
 
     logprobs_BT: Tensor
-    anchor_BT: Tensor  # the logprobs that the ratio divides by
+    anchor_BT: Tensor  # the logprobs in the denominator of the ratio
     advantages_BT: Tensor
     ratio_BT: Tensor
     clip_low: float
@@ -54,7 +53,9 @@ class _Tokens:
         return self.ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def outside(self, values_BT: Tensor, centre: int) -> tuple[Tensor, Tensor]:
-        """Two masks: values below `centre - clip_low`, and values above `centre + clip_high`."""
+        """Returns two masks: of values below `centre - clip_low`, and of values above `centre +
+        clip_high`.
+        """
         return values_BT < centre - self.clip_low, values_BT > centre + self.clip_high
 
     def no_clip(self) -> tuple[Tensor, Tensor]:
@@ -111,18 +112,19 @@ def policy_terms(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Terms:
-    """Loss per token, to minimise; and the tokens that are clipped below and above (bool). 0 and
-    False where masked.
+    """Returns the loss per token, to minimise, and masks of the tokens that are clipped below and
+    above (bool). 0 and False where masked.
 
-    For `dppo` pass the rollout's logprobs in place of the proximal ones; a row is a sequence.
-    ValueError on an unknown objective. Clipped tokens have no gradient: of `ppo` and `gspo` a ratio
-    too low where A < 0, too high where A > 0, or above the dual clip where A < 0; of `dppo` the
-    same of the difference of probabilities; of `cispo` the bounded weights, whatever the sign of A.
+    ValueError for an unknown objective. For `dppo` pass the rollout's logprobs as the proximal
+    ones; a row is a sequence. Clipped tokens have no gradient. In `ppo` and `gspo` these are tokens
+    with a ratio too low and A < 0, too high and A > 0, or above the dual clip and A < 0; in `dppo`
+    the same with the difference of probabilities; in `cispo` tokens with a bounded weight, for any
+    A.
     """
     terms = _entry(OBJECTIVES, "objective", objective)
     kept_BT = mask_BT.bool()
     d_BT = _difference(policy_logprobs_BT, proximal_logprobs_BT, mask_BT)
-    if objective == "gspo":  # the ratio of the sequence: the geometric mean of its tokens'
+    if objective == "gspo":  # the ratio of the sequence is the geometric mean of its tokens' ratios
         d_BT = (d_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).expand_as(d_BT)
     logprobs_BT, anchor_BT, advantages_BT = (
         torch.where(kept_BT, values_BT, 0.0) for values_BT in (policy_logprobs_BT, proximal_logprobs_BT, advantages_BT)
@@ -134,7 +136,7 @@ def policy_terms(
 
 def _k3(d_BT: Tensor) -> Tensor:
     d_BT = d_BT.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    # expm1: exp(-d) - 1 loses all digits in fp32 where the policies nearly agree
+    # expm1: exp(-d) - 1 loses all digits in fp32 where the policies are nearly equal
     return (torch.expm1(-d_BT) + d_BT).clamp(-KL_MAX, KL_MAX)
 
 
@@ -144,8 +146,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl(policy_logprobs_BT: Tensor, reference_logprobs_BT: Tensor, *, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) per token: k1 d, k2 d²/2, k3 exp(-d)+d-1 (clamped to
-    ±10), abs |d|.
+    """Estimates KL(policy || reference) per token: k1 d, k2 d²/2, k3 exp(-d)+d-1 (clamped to ±10),
+    abs |d|.
     """
     return _entry(KL_ESTIMATORS, "estimator", estimator)(policy_logprobs_BT - reference_logprobs_BT)
 
@@ -169,13 +171,15 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
-    """Correction of the engine-trainer mismatch, never differentiated: w = proximal / rollout
+    """Weights that correct the engine-trainer mismatch, without gradient: w = proximal / rollout
     probability of a token.
 
-    `none` 1; `token_truncate` w within low and high; `token_mask` w, or 0 outside;
-    `sequence_truncate`, `sequence_mask` the same of the product over the row, bounded by `high`
-    alone. Multiplies the loss after clipping and before aggregation. 1 where masked. Beside it,
-    where a bound changed the weight (bool). ValueError on any other mode.
+    Returns the weights, 1 where masked, and a mask of those that a bound changed (bool). ValueError
+    for an unknown mode.
+
+    `none`: 1; `token_truncate`: w, clamped to low and high; `token_mask`: w, or 0 outside of low
+    and high; `sequence_truncate`, `sequence_mask`: the same with the product over the row, bounded
+    by `high` alone. They multiply the loss after clipping and before aggregation.
     """
     bounded = _entry(BOUNDS, "mode", mode)
     d_BT = _difference(proximal_logprobs_BT.detach(), rollout_logprobs_BT.detach(), mask_BT)
@@ -187,7 +191,7 @@ def importance_weights(
 
 
 def entropy(logprobs_BTV: Tensor) -> Tensor:
-    """Entropy of distributions given by all their logprobs, nats."""
+    """The entropy, in nats, of distributions given by all their logprobs."""
     return -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
 
 
@@ -200,12 +204,12 @@ def aggregate(
     num_sequences: float | None = None,
     length: float | None = None,
 ) -> Tensor:
-    """Token values to a scalar: `token_mean`, `sequence_mean` or `fixed_length` (which needs
-    `length`).
+    """Aggregates token values to a scalar: `token_mean`, `sequence_mean` or `fixed_length` (which
+    needs `length`).
 
-    `num_tokens` and `num_sequences` (those with an unmasked token) default to this batch's own;
-    pass the global ones (all microbatches, all ranks) to make the sum over parts independent of how
-    the batch was split.
+    `num_tokens` and `num_sequences` (sequences with an unmasked token) default to those of this
+    batch. With the global counts (all microbatches, all ranks) the sum over parts does not depend
+    on the split of the batch.
     """
     kept_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
     lengths_B = mask_BT.bool().sum(-1)
@@ -223,5 +227,5 @@ def aggregate(
 
 
 def sft_loss(policy_logprobs_BT: Tensor, mask_BT: Tensor, *, num_tokens: float | None = None) -> Tensor:
-    """Token-mean cross-entropy over the loss mask."""
+    """The cross-entropy, averaged over the tokens in the loss mask."""
     return aggregate(-policy_logprobs_BT, mask_BT, mode="token_mean", num_tokens=num_tokens)

@@ -1,5 +1,6 @@
-"""The groups that each step of an iteration trains: a function of their places alone, so that they
-are known before anything is sampled."""
+"""The groups that each step of an iteration trains on. They depend only on the indices of groups,
+so they are known before anything is sampled.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from itertools import pairwise
 
 
 def step_ranges(num_groups: int, num_steps: int) -> list[range]:
-    """The places 0 .. num_groups - 1 as one contiguous range a step, as equal as possible, longer
-    ones first.
+    """Splits 0 .. num_groups - 1 into one contiguous range per step, of lengths as equal as
+    possible, longer ones first.
 
     Fewer groups than steps give fewer steps. Example: step_ranges(5, 2) == [range(0, 3), range(3,
     5)].

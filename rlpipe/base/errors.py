@@ -1,4 +1,4 @@
-"""The errors that a user may see."""
+"""The errors that users may see."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlpipe.base.printable import printable
 
 
 def _said(args: tuple[object, ...]) -> list[object]:
-    """The arguments of an error whose message people read."""
+    """Makes the arguments of an error printable, as people read its message."""
     return [printable(arg) if isinstance(arg, str) else arg for arg in args]
 
 
@@ -18,8 +18,8 @@ class UserError(ValueError):
 
 
 class StoreError(RuntimeError):
-    """The store refuses or contradicts itself (wrong hash, missing file, no access); the message
-    names the file.
+    """The store refuses an operation, or is inconsistent (wrong hash, missing file, no access); the
+    message names the file.
     """
 
     def __init__(self, *args: object) -> None:
@@ -27,28 +27,28 @@ class StoreError(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """No engine could answer within its bounds."""
+    """Raised when no engine could answer within its limits."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*_said(args))
 
 
 class TrainerError(RuntimeError):
-    """The trainer gang could not do its job within its bounds."""
+    """The trainer could not do its job within its limits."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*_said(args))
 
 
 class RunWaits(Exception):
-    """The run was given back and goes on later: no failure."""
+    """The run was released and continues later; not a failure."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*_said(args))
 
 
 class StepRefused(TrainerError):
-    """A step that would spoil the policy: not finite, or trained on what another policy sampled.
+    """A step would damage the policy: it is not finite, or trains on rollouts of another policy.
 
     Nothing was committed.
     """

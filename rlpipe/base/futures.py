@@ -1,4 +1,4 @@
-"""Results for those who wait in another thread."""
+"""Passes results to waiters in another thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 
 
 def settle(future: Future[Result], function: Callable[[], Result]) -> None:
-    """Gives a future what the function returns, or what it raises, whatever that is: else those who
-    wait for the future would wait for ever. A future that was cancelled gets nothing.
+    """Sets a future to the result of the function, or to any exception that it raises; otherwise
+    waiters would wait for ever. Does nothing to a cancelled future.
     """
     if not future.set_running_or_notify_cancel():
         return

@@ -1,4 +1,4 @@
-"""The bytes of a JSON value, and what hashes are taken of."""
+"""Canonical bytes of JSON values, and their hashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte string of a JSON value, which may hold records: what hashes are taken of."""
+    """The canonical byte string of a JSON value, which may contain records; hashes are taken of
+    it.
+    """
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict
     ).encode()

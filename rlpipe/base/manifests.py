@@ -1,4 +1,4 @@
-"""The records that say what a run has: the manifest of an artifact, the record of an iteration."""
+"""The records of a run's results: the manifest of an artifact, the record of an iteration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUND_DIGITS_MAX = 4
 
 
 def moment_of(text: str, document: str) -> datetime:
-    """A time that a document has; StoreError when it is none."""
+    """Parses a time in a document. StoreError when it is invalid."""
     try:
         return datetime.fromisoformat(text)
     except ValueError as error:
@@ -23,7 +23,7 @@ def moment_of(text: str, document: str) -> datetime:
 
 @dataclass(frozen=True)
 class StageResult:
-    """A committed stage. `cached`: it was committed before it was asked for."""
+    """A committed stage. `cached`: it was committed already before this request."""
 
     ref: ArtifactRef
     metrics: JsonDict
@@ -48,12 +48,12 @@ class Manifest:
     code_version: str
     started_at: str
     ended_at: str
-    schema_version: Literal[1] = 1  # of another, the document is refused
+    schema_version: Literal[1] = 1  # a document with another version is refused
     # the number of the lease under which it was made; older documents have none
     lease: int | None = None
 
     def file(self, plain_name: str) -> FileRecord:
-        """The record called `plain_name`; StoreError when the artifact has no such file."""
+        """The record of the file `plain_name`. StoreError when the artifact has no such file."""
         for record in self.files:
             if record.plain_name == plain_name:
                 return record
@@ -62,7 +62,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class BestReward:
-    """The best mean reward of a run so far, and the iteration that had it."""
+    """The best mean reward of a run so far, and its iteration."""
 
     iteration: int
     reward: float
@@ -74,26 +74,26 @@ class IterationRecord:
 
     run: str
     iteration: int
-    weight_version: int  # of the policy that it made
+    weight_version: int  # of the policy that the iteration made
     # prompts (of the last round), batch, policy; state and evaluation when there is one
     artifacts: dict[str, ArtifactRef]
-    state_iteration: int  # that of the newest training state; -1: none
+    state_iteration: int  # the iteration of the newest training state; -1: none
     metrics: dict[str, float | int]
     curve: list[list[float | int]]  # [iteration, mean reward] so far, thinned
     best: BestReward
     ended_at: str
-    schema_version: Literal[1] = 1  # of another, the document is refused
+    schema_version: Literal[1] = 1  # a document with another version is refused
     lease: int | None = None  # as that of a manifest
 
     def artifact(self, name: str) -> ArtifactRef:
-        """The artifact of that name; StoreError when the record names none."""
+        """The reference to the artifact `name`. StoreError when the record has none."""
         if name not in self.artifacts:
             raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no {name}")
         return self.artifacts[name]
 
     @property
     def last_round(self) -> int:
-        """The number of the last sampling round; StoreError when its folder has none."""
+        """The index of the last sampling round. StoreError when its folder has none."""
         number = self.artifact("prompts").folder.rpartition("round-")[2]
         if not number.isdecimal() or len(number) > ROUND_DIGITS_MAX:
             raise StoreError(f"the record of iteration {self.iteration} of run {self.run} names no round of prompts")
@@ -101,8 +101,8 @@ class IterationRecord:
 
     @property
     def evaluation(self) -> Metrics:
-        """The metrics of the evaluation of the policy that it made, by their names there; empty
-        where none was due.
+        """The metrics of the evaluation of the iteration's policy, by their names in it; empty if
+        none was due.
         """
         prefix = "evaluation/"
         return {name.removeprefix(prefix): value for name, value in self.metrics.items() if name.startswith(prefix)}

@@ -1,19 +1,19 @@
-"""Text of others as people may see it.
+"""Makes text from others safe to show to people.
 
-On the standard library only: the package itself imports it, and so does the sandbox.
+Imports only the standard library, as the package itself and the sandbox import it.
 """
 
 from __future__ import annotations
 
 import re
 
-# what a terminal obeys, what turns the order of letters around, and what no encoding holds
+# control characters, characters that reverse the text direction, and lone surrogates
 _NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """A text as it may be shown to a person, whoever wrote it: control characters but for line
-    breaks and tabs, and lone surrogates, are escapes. Whatever shows text calls it: the terminal
+    """The text with control characters (except line breaks and tabs) and lone surrogates escaped,
+    safe to show to a person. To be called wherever text is shown: the terminal
     (`flows/printing.py`), logs (`rlpipe/__init__.py`), errors, Prefect, MLflow, the view.
 
     Example: printable("\x1b[2Jok") == "\\x1b[2Jok".

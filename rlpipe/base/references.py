@@ -1,4 +1,4 @@
-"""The names of things in a store, with their hashes."""
+"""References to files and artifacts in a store, with their hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.base.hashing import SHA256
 
 
 def is_key(value: str) -> bool:
-    """True when `value` can name something in a store: a path that stays below where it starts."""
+    """True when `value` can be a key in a store: a path that does not leave its root."""
     return "\0" not in value and not {"", ".", ".."} & set(value.split("/"))
 
 
@@ -22,13 +22,14 @@ class FileRecord:
     Example: FileRecord("1f0c9a/model.safetensors", 3315400, "9e1d...").
     """
 
-    name: str  # relative to the artifact's folder; the first part is the attempt that wrote it
+    # relative to the artifact's folder; the first part is the id of the attempt that wrote it
+    name: str
     bytes: int
     sha256: str
 
     @property
     def plain_name(self) -> str:
-        """The name without the attempt: what the file is called when it is materialised."""
+        """The name without the attempt, which the file has in a local copy."""
         return self.name.split("/", 1)[1]
 
 
@@ -47,7 +48,7 @@ class ArtifactRef:
 
     @classmethod
     def from_json(cls, value: Any) -> ArtifactRef:
-        """UserError when it is none: it came from another process."""
+        """Parses a reference from another process. UserError when it is invalid."""
         folder, sha256 = (value.get(name) if isinstance(value, dict) else None for name in ("folder", "sha256"))
         if (
             not isinstance(folder, str)

@@ -15,8 +15,8 @@ Metrics = dict[str, float]
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as strict JSON: keys are strings, tuples and sets are lists, NaN and infinities null,
-    anything else its text.
+    """Converts a value to strict JSON: keys become strings, tuples and sets lists, NaN and
+    infinities null, any other type its text.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -32,16 +32,16 @@ def plain_json(value: Any) -> Any:
 
 
 def json_object(text: bytes | bytearray) -> JsonDict | None:
-    """The object that is written there, by whomever; None for anything else."""
+    """Parses the JSON object in an untrusted text; None for anything else."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError: a great many brackets
+    except (ValueError, RecursionError):  # RecursionError: too many nested brackets
         return None
     return value if isinstance(value, dict) else None
 
 
 def expanded(path: str) -> Path:
-    """A path, `~` and `~USER` in it as the shell has them. UserError where nobody has that name."""
+    """A path with `~` and `~USER` expanded, as in a shell. UserError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -51,5 +51,5 @@ def expanded(path: str) -> Path:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes as a person reads them. Example: 1.61 GB."""
+    """Formats a number of bytes for people. Example: 1.61 GB."""
     return f"{num_bytes / 10**9:,.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 10**6:,.1f} MB"

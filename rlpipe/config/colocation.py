@@ -1,7 +1,8 @@
-"""Trainer and engines on the same GPUs (`engines.colocate`): what that needs, and how much of a
-GPU's memory is whose.
+"""Trainer and engines on the same GPUs (`engines.colocate`): its rules, and the split of a GPU's
+memory.
 
-The figures are of one process on one GPU, GiB. They are estimates: none was measured on a GPU yet.
+The constants are in GiB, for one process on one GPU. They are estimates; none was measured on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from collections.abc import Iterator
 
 from rlpipe.config.sections import Sections
 
-CONTEXT_GIB = 0.7  # of CUDA and cuBLAS, which only the end of a process gives back
-NCCL_GIB = 0.6  # of a gang of several ranks
+CONTEXT_GIB = 0.7  # of CUDA and cuBLAS, which is only freed when the process ends
+NCCL_GIB = 0.6  # with several ranks
 SLACK_GIB = 0.5
-# that a released engine keeps: context, NCCL, CUDA graphs
+# kept by a released engine: context, NCCL, CUDA graphs
 ENGINE_REST_GIB = {"local": 0.7, "sglang": 3.0, "vllm": 3.0}
-WORKING_SHARE = 0.12  # of a GPU, for what SGLang's fraction leaves out: activations and CUDA graphs
-GPU_GIB_SMALLEST = 24.0  # what a GPU is taken for that nobody knows
+# of a GPU, for memory that SGLang's fraction does not include: activations and CUDA graphs
+WORKING_SHARE = 0.12
+GPU_GIB_SMALLEST = 24.0  # assumed for a GPU of unknown size
 
 
 def trainer_rest_gib(config: Sections) -> float:
-    """GiB of its GPU that a rank keeps while its weights and moments are on the host."""
+    """The GPU memory, in GiB, that a rank keeps while its weights and moments are on the host."""
     return CONTEXT_GIB + (NCCL_GIB if config.trainer.ranks * config.trainer.nodes > 1 else 0.0)
 
 
 def engine_fraction(config: Sections, gpu_gib: float) -> float:
-    """The part of a GPU of `gpu_gib` that an engine is told to take: SGLang for weights and KV
-    cache, vLLM for all.
+    """The fraction of a GPU with `gpu_gib` that is passed to an engine: in SGLang for weights and
+    KV cache, in vLLM for everything.
     """
     left = 1 - (trainer_rest_gib(config) + SLACK_GIB) / gpu_gib
     return max(0.1, int(100 * (left - WORKING_SHARE if config.engines.kind == "sglang" else left)) / 100)
 
 
 def broken_colocation(config: Sections) -> Iterator[str]:
-    """One line for each thing that keeps trainer and engines from sharing their GPUs."""
+    """Yields one line for each reason why trainer and engines cannot share their GPUs."""
     trainer, engines, rl = config.trainer, config.engines, config.rl
     for name, part in (("trainer", trainer), ("engines", engines)):
         if part.place == "deployment":

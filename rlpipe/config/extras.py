@@ -1,9 +1,8 @@
-"""The doors of the extras: whole capabilities that a run may do without, by the command or the
-config value that asks for one.
+"""The entry points of the extras (whole capabilities that a run may do without), by the command or
+config value that selects one.
 
-An extra imports the core. The core reaches an extra through this table alone, so that an
-installation without `rlpipe/extras`, or without the packages of an extra, runs all that does not
-ask for it.
+An extra imports the core. The core imports an extra only through this table, so an installation
+without `rlpipe/extras`, or without the packages of an extra, can do everything else.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ ROOM = "rlpipe.extras"
 
 
 class Extra(NamedTuple):
-    """The door of an extra. `name`: module:attribute. `packages`: what it needs and the core does
-    not; `install`: their name among the optional dependencies of rlpipe."""
+    """The entry point of an extra. `name`: module:attribute. `packages`: that it needs in addition
+    to the core's; `install`: their name in the optional dependencies of rlpipe.
+    """
 
     name: str
     install: str = ""
@@ -34,24 +34,26 @@ COMMANDS = {
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }
-ENGINES = {  # SGLang is of the core
+ENGINES = {  # SGLang is in the core
     "sglang": Extra("rlpipe.engines.sglang:SGLANG"),
     "local": Extra(f"{ROOM}.local_engine.kind:LOCAL"),
     "vllm": Extra(f"{ROOM}.vllm.kind:VLLM"),
 }
-SERVERS = {"engine": Extra(f"{ROOM}.local_engine.kind:SERVER")}  # a command: the module that it runs
+# by command, the module that it runs
+SERVERS = {"engine": Extra(f"{ROOM}.local_engine.kind:SERVER")}
 REWARDS = {"code": Extra(f"{ROOM}.code_sandbox.code:CODE")}
 
 
 def opened(extra: Extra, wanted: str) -> Any:
-    """The attribute of an extra, imported now. `wanted` says who asks, in the user's words.
+    """Imports and returns the attribute of an extra. `wanted`: the command or setting that needs
+    it, in the user's words.
 
-    UserError where this installation lacks the extra, or a package that it needs.
+    UserError when this installation lacks the extra, or a package that it needs.
     """
     module, _, attribute = extra.name.partition(":")
     try:
         room = importlib.import_module(module)
-        for package in extra.packages:  # also of what it imports only later
+        for package in extra.packages:  # including packages that it imports only later
             importlib.import_module(package)
     except ModuleNotFoundError as error:
         missing = error.name or ""

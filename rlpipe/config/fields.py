@@ -20,8 +20,8 @@ changed by `rlpipe fork`. `run` and `store` say which run it is: with other valu
 run.
 """
 
-# The docstring above is the introduction of docs/config.md, which this module makes of the fields;
-# `rlpipe fields` prints them too.
+# The docstring above is the introduction of docs/config.md, which this module generates from the
+# fields; `rlpipe fields` prints them, too.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rlpipe.config.pipeline import OPERATIONAL, OPERATIONAL_FIELDS, PipelineConf
 from rlpipe.config.sections import DataConfig
 
 UNITS = {"s": "s", "h": "hours", "tokens": "tokens"}
-# keys of a JSON schema -> words; a text that must not be empty is the only one with a minLength
+# keys of a JSON schema -> words; only a text that must not be empty has a minLength
 BOUNDS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
@@ -88,8 +88,9 @@ def config_fields() -> list[ConfigField]:
 
 @cache
 def config_sections() -> dict[str, list[ConfigField]]:
-    """The fields of every section, in the order of the form; ""
-    has those that are in no section."""
+    """The fields of every section, in the order of the form; "" has the fields outside of
+    sections.
+    """
     schema = PipelineConfig.model_json_schema()
     sections: dict[str, list[ConfigField]] = {"": []}
     for name, info in PipelineConfig.model_fields.items():
@@ -115,7 +116,7 @@ def _field(name: str, info: FieldInfo, schema: JsonSchemaValue) -> ConfigField:
 
 
 def _type(schema: JsonSchemaValue, name: str = "") -> str:
-    """A JSON schema in words, with the unit that the last words of a field's name say."""
+    """A JSON schema in words, with the unit from the end of the field's name."""
     if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return " or ".join(json.dumps(choice) for choice in choices)
     if "anyOf" in schema:
@@ -135,15 +136,16 @@ def _bounds(schema: JsonSchemaValue) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A default as it is written in TOML."""
+    """A default in TOML syntax."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
     return "none" if value is None else json.dumps(value)
 
 
 def field_lines(prefix: str = "") -> list[str]:
-    """One line for each field whose name begins with `prefix`; UserError with
-    near names when there is none."""
+    """One line for each field whose name begins with `prefix`. UserError with similar names when
+    there is none.
+    """
     beginning = re.sub(r"^data\.[^.]+\.", "data.NAME.", prefix)
     lines = [field.line for field in config_fields() if field.name.startswith(beginning)]
     if not lines:
@@ -154,10 +156,10 @@ def field_lines(prefix: str = "") -> list[str]:
 
 
 def near_names(name: str) -> list[str]:
-    """The fields and sections that a misspelt name may mean, the nearest first: at most three.
+    """The fields and sections that a misspelt name may mean, at most three, the most similar first.
 
-    A right field in a wrong section counts as very near;
-    `data.words.weigth` gives `data.words.weight`.
+    A correct field in a wrong section counts as very similar; `data.words.weigth` gives
+    `data.words.weight`.
     """
     *path, last = name.split(".")
     data_set = path[1] if path[:1] == ["data"] and len(path) > 1 else "NAME"
@@ -172,8 +174,9 @@ def near_names(name: str) -> list[str]:
 
 
 def _closeness(path: list[str], last: str, candidate: str) -> float:
-    """From 0 to 1.1: how alike the last parts are (`lr` is short for learning_rate), and a little
-    more in the same section."""
+    """The similarity of the last parts of two names, from 0 to 1 (`lr` is short for learning_rate),
+    plus 0.1 in the same section.
+    """
     *candidate_path, candidate_last = candidate.split(".")
     initials = "".join(word[:1] for word in candidate_last.split("_"))
     short = candidate_last.startswith(f"{last}_") or (last == initials and len(last) > 1)
@@ -182,7 +185,7 @@ def _closeness(path: list[str], last: str, candidate: str) -> float:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """The end of a message; empty when there are no names."""
+    """The end of an error message with similar names; empty without names."""
     text = " or ".join(names)
     return f"; did you mean {text}?" if text else ""
 

@@ -10,7 +10,9 @@ from rlpipe.config.operational import STRICT, TOKENS_MAX
 
 
 class ModelConfig(BaseModel, **STRICT):
-    """The model that training starts from: one in HF format, or a new Qwen3 of the given shape."""
+    """The model that training starts from: a model in HF format, or a new Qwen3 of the given
+    shape.
+    """
 
     path: str = Field(
         default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3"

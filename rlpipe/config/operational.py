@@ -1,5 +1,5 @@
-"""The sections of the config that say where, how fast and how far: they may change between two
-starts. And what all sections share.
+"""The operational sections of the config (where, how fast, how far), which may change between two
+starts, and definitions that all sections share.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# rows are split evenly over threads, else the same row could be computed by another code path
+# rows are split evenly over threads, as a row could otherwise be computed by another code path
 LOCAL_THREADS = (1, 2, 4, 8, 16)
-# what a form shows first, because people change it, by class; the own fields of a section follow,
-# then the inherited ones
+# by class, the fields that a form shows first, as people change them; then come the section's own
+# fields, then inherited ones
 FIRST = {
     "SftConfig": ["num_steps", "batch_size", "learning_rate"],
     "RlConfig": [
@@ -26,9 +26,9 @@ FIRST = {
 
 
 def _positions(schema: dict[str, Any], section: type[Any]) -> None:
-    """Says in what order a form shows the fields.
+    """Sets the order of the fields in a form.
 
-    Postgres keeps no order of keys, Prefect's UI reads `position`.
+    Postgres does not keep the order of keys; Prefect's UI reads `position`.
     """
     order = [*FIRST.get(section.__name__, []), *section.__annotations__]
     names = sorted(schema["properties"], key=lambda name: order.index(name) if name in order else len(order))
@@ -37,11 +37,11 @@ def _positions(schema: dict[str, Any], section: type[Any]) -> None:
 
 
 def _title(name: str, _field: object) -> str:
-    """A form names a field as errors, docs and `changes` do."""
+    """The title of a field in a form: its name, as in errors, docs and `changes`."""
     return name
 
 
-STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot carry
+STRICT = ConfigDict(  # refuses unknown fields, and numbers that JSON cannot represent
     extra="forbid",
     frozen=True,
     validate_default=True,
@@ -49,14 +49,15 @@ STRICT = ConfigDict(  # unknown fields are refused, and numbers that JSON cannot
     json_schema_extra=_positions,
     field_title_generator=_title,
 )
-TOKENS_MAX = 1 << 24  # of one context
-# of moments that come and go at once (`trainer.offload`); a parameter is never split
+TOKENS_MAX = 1 << 24  # per context
+# bytes of moments that are copied together (`trainer.offload`); a parameter is never split
 PART_BYTES = 2**27
-# of these on the device in an update: one is updated, and goes, while the next comes
+# such parts on the device during an update: one is updated and copied back while the next is copied
+# in
 PARTS_HERE = 2
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 Bound = Annotated[float, Field(ge=0)]
-# seconds; at most some months, which every timer can wait
+# seconds; at most some months, which all timers support
 Timeout = Annotated[float, Field(gt=0, le=10_000_000)]
 
 
@@ -89,8 +90,9 @@ class StopConfig(BaseModel, **STRICT):
 
 
 class ServiceConfig(BaseModel, **STRICT):
-    """The place of the trainer processes or of the engines. The parent of the two sections, which
-    say also how fast they are."""
+    """The place of the trainer processes or of the engines; the parent of their two sections, which
+    also set their speed.
+    """
 
     place: Literal["process", "deployment", "elsewhere"] = Field(
         default="process",
@@ -126,12 +128,12 @@ class ServiceConfig(BaseModel, **STRICT):
     )
 
     def deployment_of(self, kind: str) -> str:
-        """The name of the deployment. `kind`: trainer or engines."""
+        """The name of the deployment of `kind`, trainer or engines."""
         return self.deployment or f"serve-{kind}/serve-{kind}"
 
 
 class TrainerConfig(ServiceConfig):
-    """The trainer gang: where and how fast, not what."""
+    """The trainer processes: where and how fast they run, not what they compute."""
 
     ranks: int = Field(
         default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)"
@@ -175,17 +177,19 @@ class TrainerConfig(ServiceConfig):
 
     @property
     def row_tokens_max(self) -> int:
-        """Tokens of the longest row: those of a microbatch of all ranks that share it."""
+        """The number of tokens of the longest row: those of a microbatch on all ranks of a
+        context-parallel group.
+        """
         return self.tokens_max * self.context_ranks
 
     @property
     def copies(self) -> int:
-        """The number of copies of the whole model that the trainer processes hold together."""
+        """The number of copies of the whole model on all trainer processes together."""
         return self.nodes if self.split_over == "node" else 1
 
 
 class EnginesConfig(ServiceConfig):
-    """The engines: where and how fast, not what."""
+    """The engines: where and how fast they run, not what they compute."""
 
     kind: Literal["local", "sglang", "vllm"] = Field(
         default="local", description="rlpipe's own (transformers), SGLang or vLLM"
@@ -244,12 +248,12 @@ class TrackingConfig(BaseModel, **STRICT):
     )
 
     def view_of(self, run: str, page: str = "") -> str:
-        """The address of a run's page, or of one below it; empty where there is no view."""
+        """The URL of a run's page, or of a page below it; empty without a view."""
         return f"{self.view_url.rstrip('/')}/runs/{run}{page}" if self.view_url else ""
 
 
 def broken_environment(engines: EnginesConfig) -> Iterator[str]:
-    """A line for each variable that no process can have."""
+    """Yields one line for each environment variable that a process cannot have."""
     for name, value in engines.environment.items():
         if not VARIABLE.fullmatch(name) or "\0" in value:
             yield (

@@ -1,6 +1,6 @@
-"""The rules of `rl.overlap`: what may not run side by side.
+"""The rules of `rl.overlap`: settings that one step off policy does not allow.
 
-As in rules.py a line begins with the field that has to change.
+As in rules.py, each line begins with the field that must change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rlpipe.config.training import RlConfig
 
 
 def broken_overlap(rl: RlConfig) -> Iterator[str]:
-    """One line for each rule of its overlap that RL breaks."""
+    """Yields one line for each broken rule of `rl.overlap`."""
     if rl.overlap == "none":
         return
     if rl.rollouts_from:

@@ -1,31 +1,30 @@
-"""When a rollout passes: for pass@k, greedy, the majority and the curriculum."""
+"""The rule by which a rollout passes: for pass@k, greedy, majority votes and the curriculum."""
 
 from __future__ import annotations
 
 from rlpipe.config.pipeline import PipelineConfig
 
-NEVER_POSITIVE = {"overlong"}  # rewards that only punish
-ROUNDING = 1e-9  # relative: weights add up in another order than rewards
+NEVER_POSITIVE = {"overlong"}  # rewards that are never positive
+ROUNDING = 1e-9  # relative: weights are summed in another order than rewards
 
 
 def best_reward(rewards: dict[str, float]) -> float:
-    """The largest reward that the weights allow: the sum of those above 0.
+    """The largest reward that the weights allow: the sum of the positive weights.
 
-    Of each reward 1 is taken as the best, as it is of all named ones but `overlong` (0); who weighs
-    others (a reward model, an environment, functions) by another scale gives
-    `evaluation.pass_threshold`.
+    Assumes that 1 is the best value of each reward, as for all built-in ones except `overlong` (0).
+    With other scales (a reward model, an environment, functions) set `evaluation.pass_threshold`.
     """
     return sum(weight for name, weight in rewards.items() if weight > 0 and name not in NEVER_POSITIVE)
 
 
 def passing_reward(config: PipelineConfig, use: str) -> float:
-    """The least reward with which a rollout of use rl or evaluation passes."""
+    """The smallest reward with which a rollout of use rl or evaluation passes."""
     given = config.evaluation.pass_threshold
     return best_reward(config.rewards(use)) * (1 - ROUNDING) if given is None else given
 
 
 def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) -> str:
-    """Why no rollout will pass, and what to do; empty where one can.
+    """Explains why no rollout can pass, with advice; empty if one can.
 
     `best_tried`: the best reward of the trial rollouts; None: unknown.
     """

@@ -1,10 +1,10 @@
 """The config: one pydantic tree, two levels deep.
 
-Every field says what it is, its unit and its bounds.
+Every field has a description, its unit and its bounds.
 
-`model`, `data`, `sft`, `rl`, `evaluation` and `seed` say *what* is computed: they are fixed for a
-run. The sections and fields in `OPERATIONAL` and `OPERATIONAL_FIELDS` say *where, how fast and how
-far*: they may change between two starts.
+`model`, `data`, `sft`, `rl`, `evaluation` and `seed` determine *what* is computed: they are fixed
+for a run. The sections and fields in `OPERATIONAL` and `OPERATIONAL_FIELDS` determine *where, how
+fast and how far*: they may change between two starts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OPERATIONAL_FIELDS = {
     "rl.on_mismatch",
     "rl.mismatch_max",
 }
-# fields of newer versions, by section, with the value that older runs worked with
+# fields that newer versions added, by section, with the value that older runs used
 ADDED = {"rl": {"proximal": "trainer", "pass_environment": []}, "model": {"control_tokens": "as_written"}}
 ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
-PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not give it
-STORED = "stored"  # the context in which pydantic reads what is in a store
-# fields of older versions, by section, with the value that every run now works with
+PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not set it
+STORED = "stored"  # the pydantic context for configs from a store
+# retired fields of older versions, by section, with the value that all runs now use
 RETIRED: dict[str, dict[str, float]] = {
     "sft": {"beta1": BETA1},
     "rl": {"beta1": BETA1, "top_k": -1},
@@ -91,12 +91,12 @@ class PipelineConfig(BaseModel, **STRICT):
     @model_validator(mode="before")
     @classmethod
     def _can_be_kept(cls, tree: Any, info: ValidationInfo) -> Any:
-        # what a run was begun with is in the store: it is read, whatever is refused by now
+        # the config of a stored run is read even if it would be refused today
         if info.context == STORED:
             tree = _with_added(tree)
         else:
             refuse_secrets(tree, info.context)
-        # what says another thing is left, and refused as a field that is none
+        # a retired field with another value is kept, and refused as an unknown field
         return _without_retired(tree)
 
     @model_validator(mode="after")
@@ -122,7 +122,7 @@ class PipelineConfig(BaseModel, **STRICT):
         return not self.rl.rollouts_from or bool(self.sets("evaluation"))
 
     def completion_tokens_max(self, use: str) -> int:
-        """The longest completion of a prompt of use rl or evaluation."""
+        """The largest number of tokens of a completion of use rl or evaluation."""
         own = self.evaluation.completion_tokens_max if use == "evaluation" else None
         return self.rl.completion_tokens_max if own is None else own
 
@@ -131,8 +131,8 @@ class PipelineConfig(BaseModel, **STRICT):
         return (use == "evaluation" and self.evaluation.rewards) or self.rl.rewards
 
     def reward_args(self, use: str) -> dict[str, dict[str, Any]]:
-        """The arguments of those rewards; for rl also those that name no reward at all, which is a
-        fault.
+        """The arguments of those rewards; for rl also those for no reward at all, which is an
+        error.
         """
         rewards, others = self.rewards(use), self.evaluation.rewards
         return {
@@ -142,7 +142,7 @@ class PipelineConfig(BaseModel, **STRICT):
         }
 
     def drops(self, use: str) -> bool:
-        """True when rows of one use are left out if they are too long."""
+        """True when rows of one use that are too long are left out."""
         return any(data.on_too_long == "drop" for data in self.sets(use))
 
     def sets(self, use: str) -> list[DataConfig]:
@@ -151,12 +151,12 @@ class PipelineConfig(BaseModel, **STRICT):
 
 
 def stored_tree(config: PipelineConfig) -> JsonDict:
-    """The config as the store keeps it: with the retired fields, and without added ones that change
-    nothing, so that the settings of old runs and new ones are the same bytes.
+    """The config in its stored form: with the retired fields, and without added fields that change
+    nothing, so that equal settings of old and new runs have the same bytes.
     """
     tree = config.model_dump(mode="json")
     for data in tree["data"]:
-        if data["on_too_long"] is None:  # as before there was such a choice
+        if data["on_too_long"] is None:  # as in versions without this field
             del data["on_too_long"]
     for section, fields in ADDED.items():
         tree[section] = {
@@ -169,23 +169,23 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
 
 
 def _with_added(tree: JsonDict) -> JsonDict:
-    """The tree of a stored config, whose added fields are what older runs worked with where it does
-    not have them.
+    """The tree of a stored config, with the added fields that it lacks set to the values of older
+    runs.
     """
     sections = {section: tree.get(section, {}) for section in ADDED}
     return tree | {section: ADDED[section] | fields for section, fields in sections.items() if isinstance(fields, dict)}
 
 
 def from_stored(tree: Any) -> Any:
-    """The tree of a config of any age, without the retired fields; one that said what is computed
-    stays where it said another thing.
+    """The tree of a config of any version, without the retired fields. A retired field that
+    determines what is computed stays if it has another value than today.
     """
     return _without_retired(tree, OPERATIONAL)
 
 
 def _without_retired(tree: Any, whatever: Collection[str] = ()) -> Any:
-    """The tree without retired fields that say what every run works with, in the sections
-    `whatever` whatever they say.
+    """The tree without the retired fields that have today's value, and in the sections `whatever`
+    without all retired fields.
     """
     for section, name, value in list(_retired(tree)):
         if section in whatever or value == RETIRED[section][name]:
@@ -194,9 +194,9 @@ def _without_retired(tree: Any, whatever: Collection[str] = ()) -> Any:
 
 
 def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """The config of a run that goes on.
+    """The config with which a run is continued.
 
-    What is not given, and has another default today, is what the run was begun with:
+    Fields that are not set and have another default today keep the value with which the run began:
     `rl.reward_fallback` was 0.0, `evaluation.pass_threshold` 1.0 and `model.control_tokens`
     "as_written".
     """
@@ -211,7 +211,7 @@ def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
 
 
 def _retired(tree: Any) -> Iterator[tuple[str, str, Any]]:
-    """Section, name and value of each retired field in the tree."""
+    """Yields section, name and value of each retired field in the tree."""
     for section, fields in RETIRED.items():
         entries = tree.get(section) if isinstance(tree, dict) else None
         if isinstance(entries, dict):
@@ -219,7 +219,9 @@ def _retired(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def identity(config: PipelineConfig) -> JsonDict:
-    """The flat fields that say what is computed: two starts of one run must agree on them."""
+    """The fields, flattened, that determine what is computed: they must be equal in all starts of a
+    run.
+    """
     tree = config.model_dump(mode="json", exclude=OPERATIONAL)
     sections = {section: value if isinstance(value, dict) else {"": value} for section, value in tree.items()}
     flat = {

@@ -1,10 +1,9 @@
 """The rules between fields.
 
-A rule is a condition and, for whoever broke it, a line that begins with the field as a user writes
-it.
+A rule is a condition, and a line for the user that begins with the field in the user's form.
 
-A config is checked against all of them, and all that it breaks are reported together. The bounds of
-one field are declared with it.
+All rules are checked, and all broken ones are reported together. The bounds of a single field are
+declared with the field.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NUMBER_MAX, FLOAT_MAX = 1 << 53, 1e30
 
 
 def is_run_name(name: str) -> bool:
-    """True when `name` can be the name of a run, which is the name of its folder."""
+    """True when `name` can be the name of a run, which is also the name of its folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
@@ -51,9 +50,10 @@ def broken_rules(config: Sections) -> Iterator[str]:
 
 
 def _of_values(name: str, value: object) -> Iterator[str]:
-    """Yields a line for each value that no config can hold: a run is kept as JSON, and its values
-    must be the same wherever they are read."""
-    if isinstance(value, date | time):  # TOML has them
+    """Yields one line for each value that a config cannot have: it is stored as JSON, and must have
+    the same values wherever it is read.
+    """
+    if isinstance(value, date | time):  # TOML has such values
         yield (
             f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in"
             " quotes"
@@ -317,10 +317,9 @@ def _of_what_is_kept(config: Sections) -> Iterator[str]:
 
 
 def broken_layout(config: Sections) -> Iterator[str]:
-    """One line for each way in which what is to run cannot run where it is put.
+    """Yields one line for each reason why trainer or engines cannot run in the configured place.
 
-    A stored config is not asked: its run may be over, and the next start of it may put everything
-    elsewhere.
+    Not for a stored config: its run may have ended, and its next start may use other places.
     """
     model, trainer, engines, scratch = config.model, config.trainer, config.engines, config.scratch
     if "://" in scratch:
@@ -385,7 +384,7 @@ def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
 
 
 def _gpus_taken(flags: list[str], share: int) -> int:
-    """The number of GPUs of an engine that is told to take `share`, and then gets these flags."""
+    """The number of GPUs that an engine uses with the default `share` and these flags."""
     assert share > 0, "an engine without a GPU was refused before"
     words = [word for flag in flags for word in flag.split("=", 1)]
     tensor, pipeline, data = (

@@ -1,5 +1,6 @@
-"""Secrets are kept out of configs and out of messages, and compared in constant time.
-docs/security.md says where they come from."""
+"""Keeps secrets out of configs and messages, and compares them in constant time. Their sources are
+in docs/security.md.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from urllib.parse import quote, unquote, urlsplit
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_URL = re.compile(r"https?://[^/\s@]+@|[a-z][a-z0-9+.-]{0,20}://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 _QUERY = re.compile(r"[?&]([^=&?]+)=[^&]")
-# What the name of a secret looks like. In a variable of an environment the last table says so too:
-# in a field these are words of data and models (eos_token, answer_key, pass). Names are in lower
-# case here, with underscores between words.
+# Patterns of the names of secrets, in lower case with underscores between words. Those of the last
+# table count only for environment variables: in fields they are words of data and models
+# (eos_token, answer_key, pass).
 _WHOSE = (
     "access|admin|auth|bearer|session|tracking|refresh|hf|hub|github|gitlab|openai|anthropic|api|secret|"
     "security|private|service"
@@ -35,10 +36,11 @@ _SECRET_IN_VARIABLE = (
 )
 _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
-# SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8: of a token, not one
+# not secrets: SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8
 _NUMBER = re.compile(r"[-+]?(\d{1,9}|\d{0,9}\.\d{1,9})")
-SECRET_CHARS_MIN = 4  # shorter ones are in every text
-FRAGMENT_CHARS = 8  # so much of a key in a row is hidden: who echoes it may have cut it
+SECRET_CHARS_MIN = 4  # shorter ones occur in every text
+# fragments of a key of this length are hidden, as a service may echo a part of it
+FRAGMENT_CHARS = 8
 HIDDEN = "***"
 _LOWER = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
 _SWITCHES = {"", "0", "1", "true", "false"}  # HF_HUB_DISABLE_IMPLICIT_TOKEN=1
@@ -46,16 +48,17 @@ _QUERY_NAME = re.compile(r"key|sig|signature|x_amz_signature|x_amz_security_toke
 
 
 def key_fits(authorization: str, key: str) -> bool:
-    """True when an Authorization header brings the key; an empty key asks for none. The time that
-    this takes tells nothing of the key."""
-    # as headers are decoded: what is no UTF-8 is just wrong
+    """True when an Authorization header has the key, or no key is required (empty). Takes constant
+    time.
+    """
+    # headers are decoded so; bytes that are not UTF-8 are simply wrong
     given = authorization.encode(errors="surrogateescape")
     return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
 
 
 def with_password_aside(uri: str) -> str:
-    """MLflow's http URI without user and password, which it finds in the environment: it prints the
-    URI of a run that ended.
+    """MLflow's http URI without user and password, which are put into the environment, as MLflow
+    prints the URI when a run ends.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.username:
@@ -66,23 +69,23 @@ def with_password_aside(uri: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """A text without what stands before the @ of its URLs."""
+    """The text without user and password (the part before the @) in its URLs."""
     return _USER.sub("", text)
 
 
 class Mask:
-    """Hides in a text what a service may echo: any FRAGMENT_CHARS in a row of the `keys`, and the
-    `places` as a whole.
+    """Hides in a text secrets that a service may echo: any FRAGMENT_CHARS consecutive characters of
+    the `keys`, and the `places` as a whole.
 
-    Also as they are in URLs, HTML, JSON (however often it was escaped), hex and base64, in capitals
-    or not.
+    Also in their forms in URLs, HTML, JSON (escaped any number of times), hex and base64, in upper
+    or lower case.
 
     Example: Mask(["sk-4711-4711"], ["/hook/x"])("GET /hook/x: no sk-4711-...") == "GET ***: no
     ***..."
     """
 
     def __init__(self, keys: Iterable[str], places: Iterable[str]) -> None:
-        self._hidden = defaultdict[int, set[str]](set)  # by their number of characters
+        self._hidden = defaultdict[int, set[str]](set)  # by number of characters
         for secrets, chars_max in ((keys, FRAGMENT_CHARS), (places, None)):
             for form in (form for secret in secrets if len(secret) >= SECRET_CHARS_MIN for form in _forms(secret)):
                 size = min(len(form), chars_max or len(form))
@@ -102,13 +105,14 @@ class Mask:
 
 
 def _forms(secret: str) -> set[str]:
-    """The forms in which others write a text: as it is, in URLs, HTML, JSON, hex and base64. In
-    lower case and without backslashes."""
+    """The forms in which a service may write a text: plain, in URLs, HTML, JSON, hex and base64; in
+    lower case and without backslashes.
+    """
     data = secret.encode(errors="surrogatepass")
     # .NET writes + as \u002B
     in_json = "".join(letter if letter.isalnum() else f"u{ord(letter):04x}" for letter in secret)
     forms = {secret, quote(data, safe=""), html.escape(secret), in_json, data.hex()}
-    # base64 of a text in which it is: without the letters that have bits of its neighbours
+    # base64 inside a longer text: without the letters that share bits with neighbouring bytes
     for before in range(3):
         encoded = base64.b64encode(b"x" * before + data).decode().rstrip("=")
         whole = encoded[-(-before * 4 // 3) : len(encoded) - ((len(data) + before) % 3 != 0)]
@@ -117,9 +121,9 @@ def _forms(secret: str) -> set[str]:
 
 
 def refuse_secrets(tree: Any, kept: Any = None) -> None:
-    """ValueError, which does not repeat it, for a config that holds a secret: a config is a Prefect
-    parameter, and is kept in the store. What `kept` holds in the same place is there already, of a
-    run that was begun when less was refused.
+    """Raises ValueError, without the secret in it, for a config with a secret: configs are Prefect
+    parameters, and stored. Values that `kept` has in the same place are allowed: they are stored
+    already, for a run that began under older rules.
     """
     known = set(_strings(kept, ()))
     for path, value in _strings(tree, ()):
@@ -137,7 +141,7 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
                 f"{where} is a URL whose query holds a key, which would end up in the store and in Prefect; put the URL"
                 " into a variable of the environment (a reward takes it as url = '$NAME')"
             )
-        # of a list: --api-key, or NAME=value
+        # an entry of a list: --api-key, or NAME=value
         flag = re.match(r"-*([\w-]+)(=|$)", value) if path[-1].isdecimal() else None
         name = flag[1] if flag else path[-1]
         is_variable = name.isupper() or path[:2] == ("engines", "environment")
@@ -151,10 +155,10 @@ def refuse_secrets(tree: Any, kept: Any = None) -> None:
 
 
 def is_secret_variable(name: str, value: str = "") -> bool:
-    """True when an environment variable is taken for a secret: by its name (MY_TOKEN, OPENAI_KEY,
+    """True when an environment variable counts as a secret: by its name (MY_TOKEN, OPENAI_KEY,
     DB_PASS, passphrase), or as a URL with a password or a key.
 
-    `PWD`, the working directory, is none, nor is a number whose name goes on behind such a word
+    Not `PWD`, the working directory, and not a number whose name continues after such a word
     (TOKEN_RATIO).
     """
     words = _words(name)
@@ -163,15 +167,15 @@ def is_secret_variable(name: str, value: str = "") -> bool:
 
 
 class Secrets(NamedTuple):
-    """Variables of the environment that users' code gets though they look like secrets, and others
-    that it does not get though they do not.
+    """Environment variables that users' code gets although they look like secrets, and others that
+    it does not get although they do not.
     """
 
     passed: Collection[str] = ()
     withheld: Collection[str] = ()
 
     def without(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The variables of an environment that are no secrets, and those that are passed."""
+        """The environment variables that are not secrets, and those that are passed."""
         return {
             name: value for name, value in variables.items() if name in self.passed or not self._is_secret(name, value)
         }
@@ -181,15 +185,15 @@ class Secrets(NamedTuple):
 
 
 def named_variables(args: Any) -> set[str]:
-    """The variables of the environment that arguments of rewards name: `key_env = "NAME"`, and any
-    text that is `$NAME`.
+    """The environment variables that arguments of rewards name: `key_env = "NAME"`, and any text
+    `$NAME`.
     """
     texts = [(path[-1], value) for path, value in _strings({"args": args}, ())]
     return {value.removeprefix("$") for name, value in texts if name == "key_env" or value.startswith("$")} - {""}
 
 
 def _is_secret(name: str) -> bool:
-    """True when the config field of this name is a secret."""
+    """True when the name is that of a secret config field."""
     return _FIELD.fullmatch(_words(name)) is not None
 
 
@@ -201,15 +205,15 @@ def _has_key(value: str) -> bool:
 
 def _words(name: str) -> str:
     """A name in lower case, with underscores between its words: `apiKey`, `api-key` and `API_KEY`
-    are one.
+    are equal.
     """
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def _strings(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each text with its place.
+    """Yields each text in the tree with its path.
 
-    Entries of a list are called by their names, as `--set` takes them, or numbered.
+    Entries of a list have their name, as in `--set`, or their index.
     """
     if isinstance(tree, str) and path:
         yield path, tree

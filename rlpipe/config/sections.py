@@ -1,5 +1,5 @@
-"""The sections of the config that have no module of their own, and what the rules read of all of
-them.
+"""The sections of the config without a module of their own, and the interface that the rules
+read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DataConfig(BaseModel, **STRICT):
 
 
 class EvaluationConfig(BaseModel, **STRICT):
-    """When and how policies are evaluated."""
+    """The evaluation of policies: when and how."""
 
     every: int = Field(
         default=10, ge=0, le=100_000, description="Iterations between evaluations; 0: only at the start and at the end"
@@ -83,8 +83,9 @@ class EvaluationConfig(BaseModel, **STRICT):
 
 
 class CheckpointConfig(BaseModel, **STRICT):
-    """The states and policies that are kept to go on from. docs/store.md says what is pruned, and
-    how it is made again."""
+    """The states and policies that are kept. Pruning, and how a pruned one is made again, are in
+    docs/store.md.
+    """
 
     state_every: int = Field(
         default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
@@ -116,7 +117,9 @@ class CheckpointConfig(BaseModel, **STRICT):
 
 
 class Sections(Protocol):
-    """A config to its rules: `rlpipe.config.pipeline.PipelineConfig`, which imports them."""
+    """The config as its rules see it: `rlpipe.config.pipeline.PipelineConfig`, which imports the
+    rules.
+    """
 
     @property
     def run(self) -> str: ...

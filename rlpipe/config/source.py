@@ -1,5 +1,4 @@
-"""From a preset's name or a TOML file, and `--set a.b=c` overrides,
-to a checked `PipelineConfig`."""
+"""Reads a preset or a TOML file with `--set a.b=c` overrides into a validated `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -21,24 +20,25 @@ from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 
 LINE_CHARS_MAX, FAULTS_MAX = 800, 20
-DEPTH_MAX = 40  # names of a field: those of arguments are the deepest
+DEPTH_MAX = 40  # parts of a field's name: those of arguments are the deepest
 FILE_BYTES_MAX = 8 << 20
 KEPT = ("run", "store", "scratch", "tracking")
-Change = tuple[str, Any, str]  # a field, its value, and how the change was asked for, for errors
-# how TOML begins: an array, a string, or a table, which a template such as `{answer}` or
-# `{% if x = y %}` is not
+# a field, its new value, and the user's form of the change, for errors
+Change = tuple[str, Any, str]
+# the beginning of TOML: an array, a string or a table, but not a template such as `{answer}` or `{%
+# if x = y %}`
 AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
 
 
 def read_config(source: str, overrides: list[str], presets: Path) -> PipelineConfig:
-    """The config of a preset (a TOML file in `presets`) or file; UserError names the field, the
-    value and the fix.
+    """Reads the config of a preset (a TOML file in `presets`) or of a file. UserError naming the
+    field, the value and the fix.
     """
     return _changed(_read(source, presets), map(_override, overrides))
 
 
 def _read(source: str, presets: Path) -> JsonDict:
-    """The content of a TOML file, a preset's or another one. UserError when it cannot be read."""
+    """The content of a TOML file, a preset or another file. UserError when it cannot be read."""
     path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
     if not path.is_file() and path.parent != presets:
         raise UserError(f"{source}: there is no such file")
@@ -55,16 +55,17 @@ def _read(source: str, presets: Path) -> JsonDict:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # also of a great many digits, or brackets
+    except (ValueError, RecursionError) as error:  # also for too many digits or brackets
         raise UserError(f"{path}: not TOML ({error})") from error
 
 
 def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
-    """The config of a JSON tree; UserError with one line per fault.
+    """Validates a JSON tree; returns the config. UserError with one line per fault.
 
-    `context`: STORED of a run's record; the tree before it was changed.
+    `context`: STORED for a run's record, else the tree before it was changed.
 
-    A field that does not exist hides no fault of the others: they are checked without it.
+    Faults of other fields are found beside unknown fields, too: these are removed for a second
+    check.
     """
     if name := _too_deep(tree):
         raise UserError(f"{name[:80]}...: has {DEPTH_MAX} names or more in it; no field is so deep")
@@ -72,7 +73,8 @@ def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
         return PipelineConfig.model_validate(tree, context=context)
     except ValidationError as error:
         faults = error.errors()
-    named_faults = faults if len(faults) <= FAULTS_MAX else faults[:2]  # what a name may mean takes a while
+    # finding similar names takes some time
+    named_faults = faults if len(faults) <= FAULTS_MAX else faults[:2]
     texts = [_fault_line(_dotted(tree, fault["loc"]), fault) for fault in named_faults]
     if len(faults) > len(named_faults):
         texts.append(f"and {len(faults) - len(named_faults):,} more faults")
@@ -85,7 +87,7 @@ def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
 
 
 def _too_deep(tree: JsonDict) -> str:
-    """The name of a value that lies deeper than any; empty where there is none."""
+    """The name of a value that is nested too deep; empty without one."""
     pending: list[tuple[Any, str, int]] = [(tree, "", 0)]
     while pending:
         node, name, depth = pending.pop()
@@ -108,18 +110,14 @@ def _without(tree: JsonDict, fields: list[tuple[int | str, ...]]) -> JsonDict:
 
 
 def _short(line: str) -> str:
-    """A line without the middle of a long value: its field and what is wrong with it stand at the
-    ends.
-    """
+    """Shortens a line in the middle of a long value: the field and the fault are at its ends."""
     return line if len(line) <= LINE_CHARS_MAX else f"{line[: LINE_CHARS_MAX // 4]} ... {line[-LINE_CHARS_MAX // 2 :]}"
 
 
 def _fault_line(name: str, fault: ErrorDetails) -> str:
-    """A fault in words: the field of this name, its value, what is wrong with it, and what may be
-    meant.
-    """
+    """Describes a fault: the field, its value, the error, and similar names."""
     message = fault["msg"].removeprefix("Value error, ")
-    if not fault["loc"]:  # of the whole config: such a message begins with the field
+    if not fault["loc"]:  # a fault of the whole config, whose message begins with the field
         return message
     section, is_table = name.split(".", 1)[0], isinstance(fault["input"], dict)
     listed = f"`rlpipe fields {section if section in config_sections() else ''}".rstrip() + "` lists them"
@@ -135,7 +133,7 @@ def _fault_line(name: str, fault: ErrorDetails) -> str:
 
 
 def _dotted(tree: JsonDict, location: tuple[int | str, ...]) -> str:
-    """The name of a field as `--set` takes it: a data set is named, not numbered."""
+    """The name of a field as in `--set`: with the name of a data set, not its index."""
     parts = [str(part) for part in location]
     if parts[:1] == ["data"] and len(parts) > 1 and isinstance(entry := tree["data"][int(parts[1])], dict):
         parts[1] = str(entry.get("name", parts[1]))
@@ -143,8 +141,8 @@ def _dotted(tree: JsonDict, location: tuple[int | str, ...]) -> str:
 
 
 def _override(override: str) -> Change:
-    """The change that `a.b=c` asks for. c is TOML, or plain text, such as `{answer}`; UserError
-    when it begins as TOML and is not.
+    """Parses the change `a.b=c`. c is TOML, or plain text such as `{answer}`. UserError when it
+    begins like TOML and is invalid.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
@@ -159,9 +157,9 @@ def _override(override: str) -> Change:
 
 
 def _changed(tree: JsonDict, changes: Iterable[Change], before: JsonDict | None = None) -> PipelineConfig:
-    """The config with these changes; `before`: what it held, where that is a run's.
+    """The config with these changes. `before`: the earlier values, if they are of a run.
 
-    `data.NAME.field` reaches every data set of that name.
+    `data.NAME.field` changes every data set of that name.
     """
     for change in changes:
         _change(tree, *change)
@@ -201,17 +199,16 @@ def _names(entries: list[Any]) -> str:
 
 
 def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineConfig:
-    """The config with `a.b=c` overrides; UserError as `read_config`."""
+    """The config with `a.b=c` overrides. UserError as `read_config`."""
     tree = config.model_dump(mode="json")
     return _changed(tree, map(_override, overrides), deepcopy(tree))
 
 
 def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: Path | None = None) -> PipelineConfig:
-    """The config with other values, `{"a.b": value}`; UserError as `read_config`.
+    """The config with changes `{"a.b": value}`. UserError as `read_config`.
 
-    Where there are `presets`, `{"preset": NAME}` takes that one instead of the config, as
-    `rlpipe run NAME` does; of the config remains where things are kept (KEPT), unless the preset
-    says it.
+    With `presets`, `{"preset": NAME}` replaces the config by that preset, as `rlpipe run NAME`
+    does; only the places of the config (KEPT) stay, unless the preset sets them.
     """
     before, changes = config.model_dump(mode="json"), dict(changes)
     tree = deepcopy(before)

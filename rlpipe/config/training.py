@@ -1,4 +1,4 @@
-"""The two training sections of the config: what SFT and RL compute."""
+"""The two training sections of the config, which determine what SFT and RL compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.config.secrecy import Secrets, named_variables
 
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
-ROWS_MAX = 10**6  # of one batch
+ROWS_MAX = 10**6  # rows of one batch
 
 
 class OptimizerConfig(BaseModel, **STRICT):
@@ -51,7 +51,7 @@ class SftConfig(OptimizerConfig):
 
     @property
     def validated(self) -> bool:
-        """True when there is a validation split, and so a choice among the segments."""
+        """True when there is a validation split, by which a segment can be chosen."""
         return self.num_steps > 0 and self.validation_fraction > 0
 
 
@@ -239,31 +239,34 @@ class RlConfig(OptimizerConfig):
     @field_validator("overlap", mode="before")
     @classmethod
     def _steps_is_none(cls, value: Any) -> Any:
-        return "none" if value == "steps" else value  # of older versions: it came to the same bits
+        # a value of older versions, with the same bits
+        return "none" if value == "steps" else value
 
     @field_validator("kl", "importance", "curriculum", "overlap", mode="before")
     @classmethod
     def _none_is_a_choice(cls, value: Any) -> Any:
-        return "none" if value is None else value  # what `--set rl.kl=none` reads as
+        return "none" if value is None else value  # `--set rl.kl=none` is read as None
 
     @field_validator("reward_fallback", mode="wrap")
     @classmethod
     def _is_a_fallback(cls, value: Any, checked: ValidatorFunctionWrapHandler) -> Any:
         try:
             return checked(value)
-        except ValidationError:  # one line, where each part of the choice would have its own
+        except ValidationError:  # one line, in place of one for each part of the union
             raise ValueError("use left_out, a finite number, or none") from None
 
     @property
     def secrets(self) -> Secrets:
-        """The secret variables that agents, environments and reward functions see. Variables that
-        services are called with count as secret."""
+        """The secret variables that agents, environments and reward functions get. Variables with
+        the keys of services count as secret.
+        """
         return Secrets(self.pass_environment, named_variables(self.reward_args))
 
     @property
     def world(self) -> str:
-        """The agent or environment that plays rollouts of several turns, as a user writes the
-        setting. Example: rl.agent='NAME'"""
+        """The agent or environment of rollouts with several turns, in the user's form of the
+        setting. Example: rl.agent='NAME'
+        """
         return f"rl.agent={self.agent!r}" if self.agent else f"rl.environment={self.environment!r}"
 
     @property
@@ -280,7 +283,7 @@ class RlConfig(OptimizerConfig):
 
     @property
     def off_policy(self) -> bool:
-        """True when tokens are trained that an older policy sampled."""
+        """True when tokens that an older policy sampled are trained."""
         return (
             bool(self.rollouts_from)
             or self.overlap == "iteration"
@@ -289,42 +292,47 @@ class RlConfig(OptimizerConfig):
 
     @property
     def anchored(self) -> bool:
-        """True when the ratio divides by the probabilities that were recorded while sampling, and
-        so corrects for all that lies between."""
+        """True when the denominator of the ratio is the probability recorded while sampling, which
+        corrects for every difference since.
+        """
         return self.proximal == "engine" or self.objective == "dppo"
 
     @property
     def corrects_staleness(self) -> bool:
-        """True when something corrects for tokens that an older policy sampled."""
+        """True when importance weights or the ratio correct for tokens that an older policy
+        sampled.
+        """
         return self.importance != "none" or self.anchored
 
     def mismatch_counts(self, num_tokens_stale: float) -> bool:
-        """True when the mismatch of an iteration is that of engine and trainer alone. With
-        `num_tokens_stale` trained tokens of older policies it also holds the policy's own change.
+        """True when the mismatch of an iteration is only that of engine and trainer. With
+        `num_tokens_stale` trained tokens of older policies it includes the change of the policy.
         """
         return not self.rollouts_from and not (num_tokens_stale and self.train_stale_tokens)
 
     def sampled_by(self, iteration: int) -> int:
-        """The weight version that samples an iteration."""
+        """The weight version that samples for an iteration."""
         return max(0, iteration - 1) if self.overlap == "iteration" else iteration
 
     @property
     def rollouts_min(self) -> int:
-        """Rollouts of a group that can be compared."""
+        """The smallest number of rollouts of a group that can be compared."""
         return 1 if self.estimator == "reinforce_plus_plus" else 2
 
     @property
     def batch_groups(self) -> int:
-        """Groups that an iteration trains on, where so many are kept."""
+        """The number of groups that an iteration trains on, if so many are kept."""
         return max(self.num_prompts, self.groups_min)
 
     @property
     def carries_surplus(self) -> bool:
-        """True when kept groups beyond `batch_groups` can be trained in the next iteration, whose
-        policy is not the one that sampled them."""
+        """True when surplus groups beyond `batch_groups` can be trained in the next iteration,
+        which has another policy than the one that sampled them.
+        """
         return self.oversampling > 1 and self.train_stale_tokens
 
     @property
     def round_groups(self) -> int:
-        """Groups started in a sampling round."""
-        return math.ceil(round(self.num_prompts * self.oversampling, 6))  # 10 x 1.1 is a little more than 11
+        """The number of groups that a sampling round starts."""
+        # in floats 10 x 1.1 is a little more than 11
+        return math.ceil(round(self.num_prompts * self.oversampling, 6))

@@ -1,5 +1,6 @@
-"""Rules of `engines.transport`, the way of weights from the trainer to engines: what keeps engines
-from getting them out of its memory."""
+"""The rules of `engines.transport`, by which weights go from the trainer to engines: the settings
+with which its memory cannot be the source.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Iterator
 
 from rlpipe.config.sections import Sections
 
-# flags of SGLang's and vLLM's servers by which one engine takes several GPUs:
-# tensor, pipeline and data parallelism
+# flags of SGLang and vLLM with which one engine uses several GPUs: tensor, pipeline and data
+# parallelism
 PARALLEL_FLAGS = (
     ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
     ("--pp-size", "--pp", "--pipeline-parallel-size", "-pp"),
@@ -17,7 +18,9 @@ PARALLEL_FLAGS = (
 
 
 def broken_transport(config: Sections) -> Iterator[str]:
-    """A line for each thing for which engines cannot get weights from the trainer's memory."""
+    """Yields one line for each reason why engines cannot receive weights from the trainer's
+    memory.
+    """
     engines, or_disk = config.engines, "or engines.transport = 'disk'"
     if engines.transport == "disk":
         return

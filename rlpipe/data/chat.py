@@ -1,4 +1,4 @@
-"""Messages to tokens and back, and which tokens of a conversation the assistant wrote.
+"""Converts messages to tokens and back, and finds the assistant's tokens in a conversation.
 
 Imports neither torch nor transformers.
 """
@@ -26,10 +26,10 @@ from rlpipe.records.prompt import Message, Messages, Tool
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# where a first turn's text stands, whatever the template itself says before it
+# stands for the text of the first turn, to find what the template writes before it
 PLACEHOLDER = "rlpipe-placeholder"
-# what goes on must not depend on what was said: two conversations
-# that end with the assistant's turn
+# two conversations that end with the assistant's turn: a continuation must not depend on what was
+# said
 DUMMY_TALKS: list[Messages] = [
     [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "RLPIPE-SAID"}],
     [
@@ -56,8 +56,8 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         control_tokens: ControlTokens = "text",
     ) -> None:
-        """`control_tokens`: what the text of a control token is in messages and tools, but for what
-        the assistant says: letters, or the token.
+        """`control_tokens`: how to encode the text of a control token in messages and tools, except
+        in the assistant's own text: as letters, or as the token.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -76,23 +76,22 @@ class ChatTokenizer:
 
     @cached_property
     def stop_token_ids(self) -> list[int]:
-        """The ids of the tokens that end the assistant's turn: the end of text, and the special
-        token that the template writes after a turn.
+        """The ids of the tokens that end the assistant's turn: the end-of-text token, and the
+        special token that the template writes after a turn.
 
-        In base models these are two: Qwen's text ends with <|endoftext|>, its turns with
-        <|im_end|>.
+        In base models these differ: Qwen's text ends with <|endoftext|>, its turns with <|im_end|>.
         """
         return sorted({self.eos_token_id, self._turn_end_id})
 
     @cached_property
     def _turn_end_id(self) -> int:
-        """The special token that the template writes after a turn of the assistant; the end of text
-        where it writes none.
+        """The special token that the template writes after a turn of the assistant; the end-of-text
+        token if it writes none.
         """
         talk = DUMMY_TALKS[0]
         try:
             tail = self._template.render(talk).rpartition(talk[-1]["content"])[2].lstrip()
-        except UserError:  # a template for other conversations
+        except UserError:  # the template does not accept this conversation
             return self.eos_token_id
         end = max((token for token in self._specials if tail.startswith(token)), key=len, default="")
         end_id = self._tokenizer.token_to_id(end) if end else None
@@ -101,15 +100,18 @@ class ChatTokenizer:
 
     @cached_property
     def _unheard(self) -> dict[int, str]:
-        """The tokens, by id, that are left out of a completion's text: those that begin, end, or
-        fill a text or a turn. All other special tokens may be marks."""
+        """The tokens, by id, that are left out of a completion's text: those that begin, end or pad
+        a text or a turn. All other special tokens may be marks.
+        """
         stops = (self._tokenizer.id_to_token(token_id) for token_id in self.stop_token_ids)
         ids = {token: self._tokenizer.token_to_id(token) for token in (*self._named.values(), *stops) if token}
         return {token_id: token for token, token_id in ids.items() if token_id is not None}
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Gives the bytes of each token of a text, special tokens too."""
+        """Returns the function that gives the bytes of each token of a text, also of special
+        tokens.
+        """
         return TokenBytes(self._tokenizer)
 
     @classmethod
@@ -120,10 +122,10 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         control_tokens: ControlTokens = "text",
     ) -> ChatTokenizer:
-        """The tokenizer of a model folder in HF format; `chat_template` replaces the folder's, and
-        gets `variables`.
+        """Loads the tokenizer of a model folder in HF format. `chat_template`: replaces the
+        folder's; `variables`: for the template.
 
-        UserError says what is missing.
+        UserError naming what is missing.
         """
         folder = Path(folder)
         tokenizer, settings = read_tokenizer(folder)
@@ -142,19 +144,19 @@ class ChatTokenizer:
         return token_id
 
     def encode_prompt(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
-        """The tokens the policy goes on from: `messages` and the head of the assistant's turn.
+        """Encodes the prompt of the policy: `messages` and the head of the assistant's turn.
 
-        TooLong where they are so long that none would be left of `tokens_max`.
+        TooLong when no token of `tokens_max` would be left.
         """
         text = self._template.render(messages, add_generation_prompt=True)
         self._encoder.check_fits(text, tokens_max)
         return self._encoder.encode(text, self._letters(messages, text, add_generation_prompt=True))
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """Tokens of `messages`, and a mask that is 1 on the assistant's tokens of every turn, its
-        end-of-turn token included.
+        """Returns the tokens of `messages`, and a mask that is 1 on the assistant's tokens in every
+        turn, including its end-of-turn token.
 
-        UserError when the template does not show where the assistant's turns lie.
+        UserError when the assistant's turns cannot be found in the template's text.
         """
         text, spans = self._template.render_marked(messages)
         if not self._template.has_marks:
@@ -164,10 +166,10 @@ class ChatTokenizer:
         return self._encode_masked(text, spans, self._letters(messages, text))
 
     def encode_continuation(self, messages: Messages, tokens_max: int | None = None) -> list[int]:
-        """Returns the tokens after the assistant's end-of-turn token when `messages` come next, up
-        to the head of the assistant's next turn, which is included.
+        """Returns the tokens of `messages` after the assistant's end-of-turn token, with the head
+        of the assistant's next turn.
 
-        UserError when the template does not let a conversation go on like that; TooLong as in
+        UserError when the template cannot continue a conversation with them; TooLong as
         `encode_prompt`.
         """
         (text, letters), other = (self._continuation(talk, messages) for talk in DUMMY_TALKS)
@@ -178,8 +180,8 @@ class ChatTokenizer:
         return tokens
 
     def _continuation(self, talk: Messages, messages: Messages) -> tuple[str, list[Span]]:
-        """The text after the last turn of `talk`, which is the assistant's, and which spans of it
-        are letters whatever they say.
+        """Returns the text after the last turn of `talk`, which is the assistant's, and its spans
+        that are encoded as letters.
         """
         last_text = talk[-1]["content"]
         turn_end = self._without_tail(self._template.render(talk).rpartition(last_text)[2])
@@ -194,22 +196,20 @@ class ChatTokenizer:
         return rest, _within(letters, start, len(longer))
 
     def _normal(self, text: str) -> str:
-        """A text as far as a tokenizer keeps it: many write it in other letters (NFC, lower case),
-        and other spaces.
-        """
+        """The text as the tokenizer normalises it (NFC, lower case), without spaces."""
         normalizer = self._tokenizer.normalizer
         return "".join((normalizer.normalize_str(text) if normalizer else text).replace("\u2581", " ").split())
 
     def _letters(self, messages: Messages, text: str, add_generation_prompt: bool = False) -> list[Span]:
-        """The spans of `text`, the rendered `messages`, that read like control tokens, and are
-        none: others than the template wrote them.
+        """The spans of `text`, the rendered `messages`, that look like control tokens but were not
+        written by the template.
         """
         if self._controls is None:
             return []
         return self._template.spans_from_outside(self._controls, messages, text, add_generation_prompt)
 
     def with_tools(self, tools: list[Tool]) -> ChatTokenizer:
-        """The same tokenizer, whose template gets these tools."""
+        """The same tokenizer with these tools for its template."""
         other = copy.copy(self)
         other._template = self._template.with_tools(tools)
         return other
@@ -221,8 +221,8 @@ class ChatTokenizer:
 
     @property
     def template_text(self) -> str:
-        """The chat template for a model's folder: with the values of its variables, but for tools
-        that a conversation has.
+        """The chat template for a model's folder, with the values of its variables, except the
+        tools of a conversation.
         """
         return self._template.text
 
@@ -232,19 +232,20 @@ class ChatTokenizer:
         return self._template.knows_tools
 
     def check_calls(self, messages: Messages) -> None:
-        """UserError where the template leaves a tool call out, or what it says."""
+        """Raises UserError when the template leaves out a tool call, or a part of one."""
         self._template.check_calls(messages)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens` as rewards, environments and agents get it: marks such as [THINK]
-        stay, also where they are special tokens; what begins, ends, or fills a text or a turn does
-        not.
+        """The text of `tokens` as rewards, environments and agents get it: with marks such as
+        [THINK], even if they are special tokens, but without tokens that begin, end or pad a text
+        or a turn.
         """
         return self.decode_raw([token for token in tokens if token not in self._unheard])
 
     def heard(self, text: str) -> str:
-        """Returns the text that `decode` gives of a completion that says `text`. UserError when a
-        token that is left out stands in its midst."""
+        """Returns what `decode` gives for a completion with this text. UserError when a token that
+        is left out is inside it.
+        """
         ends = any_of(self._unheard.values())
         assert ends is not None, "there is an end of text"
         inside = re.sub(rf"^(\s|{ends.pattern})+|(\s|{ends.pattern})+$", "", text)
@@ -256,12 +257,13 @@ class ChatTokenizer:
         return self.decode(self._encoder.encode(text))
 
     def _turn_span(self, messages: Messages, index: int, text: str) -> Span:
-        """The span of turn `index` in `text`: it starts after the prompt of the turn, and ends with
-        the turn's end-of-turn token."""
+        """The span of turn `index` in `text`, from the end of the turn's prompt to its end-of-turn
+        token, inclusive.
+        """
         alone = self._template.render(messages[: index + 1])
         if index:
             head = self._template.render(messages[:index], add_generation_prompt=True)
-        else:  # nothing comes before it, and many templates refuse an empty list
+        else:  # it has no earlier messages, and many templates refuse an empty list
             head = self._template.render([{**messages[0], "content": PLACEHOLDER}]).partition(PLACEHOLDER)[0]
         start = len(head)
         turn = self._without_tail(alone[start:])
@@ -272,8 +274,7 @@ class ChatTokenizer:
             return span
         if text.startswith(turn, start):
             return start, start + len(turn)
-        # a turn of the past may be shorter than when it was the last
-        # one: Qwen3 removes its reasoning
+        # an earlier turn may be shorter than when it was the last one: Qwen3 removes its reasoning
         end_of_turn = max((token for token in self._specials if turn.endswith(token)), key=len, default="")
         end = text.find(end_of_turn, start)
         kept = text[start:end].strip()
@@ -282,14 +283,15 @@ class ChatTokenizer:
         return start, end + len(end_of_turn)
 
     def _without_tail(self, turn: str) -> str:
-        """`turn` without the line breaks after its end-of-turn
-        token: the policy never writes them."""
+        """`turn` without the line breaks after its end-of-turn token, which the policy never
+        writes.
+        """
         stripped = turn.rstrip()
         return stripped if stripped.endswith(self._specials) else turn
 
     def _encode_masked(self, text: str, spans: list[Span], letters: list[Span]) -> tuple[list[int], list[int]]:
-        """Encodes piece by piece, so that no token crosses a border and the prompt has the tokens
-        it has while sampling.
+        """Encodes a text piece by piece, so that no token crosses a border of `spans`, and the
+        prompt has the same tokens as while sampling. Returns tokens and mask.
         """
         tokens: list[int] = []
         mask: list[int] = []
@@ -301,7 +303,7 @@ class ChatTokenizer:
         whole, offsets = self._encoder.whole(text)
         if letters or tokens == whole or self.decode_raw(tokens) == self.decode_raw(whole):
             return tokens, mask
-        # a tokenizer that drops spaces: pieces would differ from the whole
+        # the tokenizer drops spaces, so the pieces differ from the whole
         return whole, [int(any(start < right <= end for start, end in spans)) for _, right in offsets]
 
     def decode_plain(self, tokens: list[int]) -> str:
@@ -314,8 +316,7 @@ class ChatTokenizer:
 
 
 def _within(spans: list[Span], start: int, end: int) -> list[Span]:
-    """The parts of the spans that lie between `start` and `end`, with positions counted from
-    `start`."""
+    """The parts of the spans between `start` and `end`, with positions relative to `start`."""
     cut = [(max(left, start) - start, min(right, end) - start) for left, right in spans]
     return [(left, right) for left, right in cut if left < right]
 

@@ -1,5 +1,6 @@
-"""The tokens of data sets: conversations of SFT, and prompts for the policy. A row that cannot be
-written is refused, and the error names its place."""
+"""Encodes data sets: conversations of SFT, and prompts for the policy. A row that the template
+cannot write is refused with an error that names its place.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def encode_talk(tokenizer: ChatTokenizer, talk: Talk) -> tuple[list[int], list[int]]:
-    """Tokens and mask of a conversation, as `encode_conversation`; UserError that names its row."""
+    """Tokens and mask of a conversation, by `encode_conversation`. UserError naming its row."""
     try:
         tokenizer = tokenizer.with_tools(talk.tools) if talk.tools else tokenizer
         tokenizer.check_calls(talk.messages)
@@ -27,7 +28,7 @@ def encode_talk(tokenizer: ChatTokenizer, talk: Talk) -> tuple[list[int], list[i
 
 
 def encode_asked(tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[Tool] | None) -> list[int]:
-    """Tokens of what a prompt asks, as `encode_prompt`; UserError that names the prompt."""
+    """Tokens of a prompt's messages, by `encode_prompt`. UserError naming the prompt."""
     try:
         tokenizer = tokenizer.with_tools(tools) if tools else tokenizer
         tokenizer.check_calls(messages)
@@ -37,18 +38,17 @@ def encode_asked(tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, t
 
 
 def prompt_lengths(tokenizer: ChatTokenizer, prompts: Iterable[Prompt]) -> Iterator[int]:
-    """Tokens of each prompt."""
+    """The number of tokens of each prompt."""
     return (len(encode_asked(tokenizer, row.prompt_id, row.messages, row.tools)) for row in prompts)
 
 
 def tokenise_conversations(
     conversations: list[Talk], tokenizer: ChatTokenizer, tokens_max: int
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Conversations of at most `tokens_max` tokens, and what was cut: {"truncated",
+    """Returns the conversations, cut to `tokens_max` tokens, and the counts {"truncated",
     "dropped_empty_mask"}.
 
-    A row is dropped when nothing of the assistant is left in it; rows keep the order of
-    `conversations`.
+    A row without a token of the assistant is dropped; the others keep the order of `conversations`.
     """
     assert tokens_max > 0
     rows: list[Conversation] = []

@@ -1,11 +1,11 @@
-"""The order in which prompts are drawn: a weighted mixture of sets, each shuffled once an epoch.
+"""The order in which prompts are drawn: a weighted mixture of sets, each shuffled once per epoch.
 
-Pure and resumable in O(1).
+Pure; resumes in O(1).
 
-The mixture is Pfair scheduling in whole numbers: the k-th row of a set of weight w out of W is
-released at draw floor(k*W/w) and due by draw ceil((k+1)*W/w); the released set that is due first
-goes next. After n draws every set is less than one row away from its share n*w/W, and which set
-goes next depends on the counts alone, so nothing is replayed on resume.
+The mixture is Pfair scheduling in integers: the k-th row of a set with weight w out of W is
+released at draw floor(k*W/w) and due by draw ceil((k+1)*W/w); of the released sets, the one that is
+due first is drawn next. After n draws every set is less than one row away from its share n*w/W. The
+next set depends only on the counts, so a resume replays nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Draw = tuple[int, int]  # set_index, row_index
 
 
 class SetPosition(TypedDict):
-    """The number of whole passes over a set, and the number of rows drawn since."""
+    """The number of full passes over a set, and the number of rows drawn since."""
 
     epoch: int
     offset: int
 
 
 class CursorPosition(TypedDict):
-    """The number of draws so far, in all and of each set.
+    """The number of draws so far, in total and per set.
 
     Example: {"drawn": 3, "sets": [{"epoch": 0, "offset": 3}]}.
     """
@@ -38,7 +38,7 @@ class CursorPosition(TypedDict):
 
 
 class PromptCursor:
-    """Draws (set_index, row_index); the position is JSON."""
+    """Draws (set_index, row_index); a position is JSON."""
 
     def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
         assert len(sizes) == len(weights) > 0, "a weight for every set, and at least one set"
@@ -50,7 +50,7 @@ class PromptCursor:
         scale = math.lcm(*(fraction.denominator for fraction in fractions))
         self._weights = [int(fraction * scale) for fraction in fractions]
         self._total = sum(self._weights)
-        # set_index -> (epoch, rows): one epoch a set is kept
+        # set_index -> (epoch, row indices): one epoch per set is cached
         self._orders: dict[int, tuple[int, list[int]]] = {}
 
     def start(self) -> CursorPosition:
@@ -58,8 +58,8 @@ class PromptCursor:
         return self._position([0] * len(self.sizes))
 
     def take(self, position: CursorPosition, count: int) -> tuple[list[Draw], CursorPosition]:
-        """The `count` draws after `position`, and the position after them; `position` itself is not
-        changed.
+        """Returns the `count` draws after `position`, and the position after them; does not change
+        `position`.
         """
         sets = position["sets"]
         assert len(sets) == len(self.sizes), "the position is of another mixture"
@@ -74,7 +74,7 @@ class PromptCursor:
         return draws, self._position(counts)
 
     def _position(self, counts: list[int]) -> CursorPosition:
-        """The position after `counts` draws of each set."""
+        """The position after `counts` draws from each set."""
         pairs = [divmod(count, size) for count, size in zip(counts, self.sizes, strict=True)]
         return {"drawn": sum(counts), "sets": [{"epoch": epoch, "offset": offset} for epoch, offset in pairs]}
 

@@ -1,5 +1,5 @@
-"""Text to tokens piece by piece: each piece has the tokens that it has within the whole text, and
-control tokens in it may be letters.
+"""Encodes a text piece by piece: each piece has the same tokens as within the whole text, and its
+control tokens can be encoded as letters.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rlpipe.base.errors import UserError
 from rlpipe.data.fewest_tokens import FewestTokens
 
 Span = tuple[int, int]  # characters, end exclusive
-LONG_CHARS = 100_000  # about 0.1 s of a processor
-BORDER = "[rlpipe border]"  # stands before a piece, as a control token would: cut off again
+LONG_CHARS = 100_000  # takes about 0.1 s of processor time
+BORDER = "[rlpipe border]"  # put before a piece as a control token, and cut off again
 
 
 class TooLong(UserError):
-    """A text that cannot fit, whatever its tokens are: it is not encoded."""
+    """The text is too long for any tokens, and was not encoded."""
 
 
 class Encoder:
-    """A tokenizer that encodes what follows what is encoded already.
+    """Encodes a text as the continuation of text that is encoded already.
 
-    Many tokenizers put a space before a text (SentencePiece's), some before every part of it that
-    follows a control token, some only before the first. A piece that was encoded by itself would
-    have one where the whole text has none.
+    Many tokenizers put a space before a text (SentencePiece's), some before every part that follows
+    a control token, some only before the first. A piece that is encoded alone would have a space
+    that the whole text does not have.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,16 +42,16 @@ class Encoder:
         self._any_added, self._any_special = any_of(self._added.values()), any_of(self.specials)
 
     def check_fits(self, text: str, tokens_max: int | None) -> None:
-        """TooLong where a text has so many characters that it has no less tokens than these, and
-        none is left of them.
+        """Raises TooLong when the number of characters shows that the text has at least
+        `tokens_max` tokens.
         """
         if tokens_max is not None and len(text) >= LONG_CHARS and self._fewest(text) >= tokens_max:
             raise TooLong(f"a text of {len(text)} characters leaves none of {tokens_max} tokens")
 
     def encode(self, text: str, as_text: Sequence[Span] = (), before: Sequence[int] = ()) -> list[int]:
-        """The tokens of `text` where it follows the tokens `before`.
+        """The tokens of `text` after the tokens `before`.
 
-        Control tokens within the spans `as_text` are letters.
+        Control tokens within the spans `as_text` are encoded as letters.
         """
         tokens, borders = [*before], [0, *(border for part in self._parts(text, as_text) for border in part), len(text)]
         for index, (start, end) in enumerate(itertools.pairwise(borders)):
@@ -62,13 +62,13 @@ class Encoder:
         return tokens[len(before) :]
 
     def whole(self, text: str) -> tuple[list[int], list[Span]]:
-        """The tokens of a text by itself, and where each lies."""
+        """The tokens of a text by itself, and the span of each."""
         encoding = _encoded(self._tokenizer, text)
         return encoding.ids, encoding.offsets
 
     def _parts(self, text: str, as_text: Sequence[Span]) -> list[Span]:
-        """The spans of letters, each up to the control tokens around it: what is between two of
-        these is encoded as one.
+        """The spans to encode as letters, extended to the control tokens around them, as the text
+        between two control tokens is encoded as one piece.
         """
         if not as_text:
             return []
@@ -87,8 +87,9 @@ class Encoder:
         return parts
 
     def _following(self, text: str, before: list[int]) -> list[int]:
-        """The tokens of a piece after others: after a control token
-        as such, else as what goes on."""
+        """The tokens of a piece after the tokens `before`: after a control token as a part of its
+        own, else as a continuation.
+        """
         if not before:
             return self.whole(text)[0]
         if prefix := self._added.get(before[-1]):
@@ -97,15 +98,15 @@ class Encoder:
                 return tokens[1:]
         if self._going_on is self._tokenizer:
             return self.whole(text)[0]
-        # only up to the next control token does it go on
+        # it is a continuation only up to the next control token
         control = self._any_added and self._any_added.search(text)
         end = control.start() if control else len(text)
         rest = self.whole(text[end:])[0] if end < len(text) else []
         return _encoded(self._going_on, text[:end]).ids + rest
 
     def _letters(self, text: str, before: list[int]) -> list[int]:
-        """The same where control tokens are letters."""
-        if BORDER in text:  # cut apart, it is text
+        """As `_following`, with control tokens encoded as letters."""
+        if BORDER in text:  # split in two, BORDER is text
             cut = text.index(BORDER) + 1
             first = self._letters(text[:cut], before)
             return first + self._letters(text[cut:], [*before, *first])
@@ -121,7 +122,7 @@ class Encoder:
 
     @cached_property
     def _going_on(self) -> Tokenizer:
-        """The tokenizer without the space before a text; itself where it puts none."""
+        """The tokenizer without the space that it puts before a text; itself if it puts none."""
         parts = (self._tokenizer.pre_tokenizer, self._tokenizer.normalizer)
         states = [json.loads(part.__getstate__()) for part in parts if part is not None]
         if states == [without_space(state) for state in states]:
@@ -133,19 +134,19 @@ class Encoder:
 
     @cached_property
     def _spelling(self) -> Tokenizer:
-        """The tokenizer that knows no control tokens, but for BORDER."""
+        """The tokenizer without control tokens except BORDER."""
         return _spelling(self._tokenizer)
 
     @cached_property
     def _spelling_on(self) -> Tokenizer:
-        """The same without the space before a text."""
+        """As `_spelling`, without the space before a text."""
         return self._spelling if self._going_on is self._tokenizer else _spelling(self._going_on)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
     """The tokens of a text.
 
-    While a long one is encoded other threads go on: only for a batch does the library let them.
+    A long text is encoded as a batch, as the library releases the GIL only for batches.
     """
     if len(text) < LONG_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -153,7 +154,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
 
 
 def without_space(part: Any) -> Any:
-    """The JSON of a normalizer or pre-tokenizer that puts no space before a text."""
+    """The JSON of a normalizer or pre-tokenizer, changed to put no space before a text."""
     if isinstance(part, list):
         return [
             without_space(entry) for entry in part if not (isinstance(entry, dict) and entry.get("type") == "Prepend")
@@ -177,6 +178,6 @@ def _spelling(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def any_of(contents: Any) -> re.Pattern[str] | None:
-    """The pattern that finds any of these texts, the longest first; None when there are none."""
+    """The pattern that matches any of these texts, the longest first; None without texts."""
     ordered = sorted(filter(None, contents), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

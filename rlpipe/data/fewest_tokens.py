@@ -1,5 +1,6 @@
-"""The smallest number of tokens that a text can have, known without encoding it. So a text that
-cannot fit is refused at once: to encode it would cost a second of processor time per megabyte."""
+"""A lower bound of the number of tokens of a text, computed without encoding it. So a text that
+cannot fit is refused at once: encoding takes a second of processor time per megabyte.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +11,23 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-# that a token stands for, where it may stand for any number: of a word of
-# 10,000 letters WordPiece makes one
+# characters assumed per token where there is no bound: WordPiece makes one token of a word of
+# 10,000 letters
 ASSUMED_CHARS = 128
-COMPOSED_CHARS = 4  # that NFC and NFKC make one of, at most; of them no two are ASCII
+# NFC and NFKC compose at most so many characters to one; at most one of them is ASCII
+COMPOSED_CHARS = 4
 COMPOSING, LENGTHENING = ("NFC", "NFKC"), ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")  # normalizers
-KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")  # pre-tokenizers that leave nothing out
+# pre-tokenizers that drop no characters
+KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 class FewestTokens:
-    """A lower bound of the tokens of a text: its characters by those that the longest token stands
-    for.
+    """A lower bound of the tokens of a text: its number of characters divided by the characters of
+    the longest token.
 
-    `exact`: whether it holds for every text. Else ASSUMED_CHARS stands for what is not known, and a
-    text of few tokens may be taken for one of many: a tokenizer that leaves characters out, or
-    makes one unknown token of however many.
+    `exact`: it holds for every text. Otherwise ASSUMED_CHARS is assumed, and the bound may be too
+    high: for a tokenizer that drops characters, or makes one unknown token of any number of
+    characters.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,13 +50,14 @@ class FewestTokens:
 
 
 def _replaced(normalizers: list[Any]) -> int | None:
-    """The largest number of characters that normalizers make into one, not counting composition;
-    None where there is no bound."""
+    """The largest number of characters that normalizers replace by one, without composition; None
+    where there is no bound.
+    """
     replaced, composes = 1, any(one["type"] in COMPOSING for one in normalizers)
     for one in normalizers:
         match one:
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
-                # an accent perhaps, which is composed with what was another ASCII character
+                # it may be an accent, which is composed with a further ASCII character
                 if composes and not content.isascii():
                     return None
                 replaced *= max(1, -(-len(pattern) // len(content)))
@@ -63,17 +67,17 @@ def _replaced(normalizers: list[Any]) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """True when a pre-tokenizer leaves no character out."""
+    """True when a pre-tokenizer drops no character."""
     if pre_tokenizer["type"] in ("Split", "Punctuation"):
         return pre_tokenizer["behavior"] != "Removed"
     return pre_tokenizer["type"] in KEEPING
 
 
 def _dropped(tokenizer: Tokenizer, writes_bytes: bool) -> str | None:
-    """The ASCII characters that have no token and are left out; None where there may be others, or
-    one unknown token for many.
+    """The ASCII characters without a token, which are dropped; None where others may be dropped, or
+    one unknown token may stand for many.
 
-    `writes_bytes`: whether the model gets each byte as a letter.
+    `writes_bytes`: the model gets each byte as a letter.
     """
     model, known = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     if not isinstance(model, models.BPE):
@@ -88,7 +92,7 @@ def _dropped(tokenizer: Tokenizer, writes_bytes: bool) -> str | None:
 
 
 def _without_letter(known: Container[str]) -> str | None:
-    """The ASCII characters whose byte has no letter; None where a byte that others end with has
+    """The ASCII characters whose byte has no letter; None where a last byte of other characters has
     none.
     """
 
@@ -101,7 +105,7 @@ def _without_letter(known: Container[str]) -> str | None:
 
 
 def _flat(part: Any) -> list[Any]:
-    """The normalizers, or pre-tokenizers, of which a part of a tokenizer is made, as JSON."""
+    """The flat list of the normalizers, or pre-tokenizers, in a part of a tokenizer, as JSON."""
     return [] if part is None else _leaves(json.loads(part.__getstate__()))
 
 

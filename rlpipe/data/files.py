@@ -1,6 +1,6 @@
-"""Rows of JSONL and Parquet files, on this machine and on S3, each with the place it came from.
+"""Reads rows of JSONL and Parquet files, on this machine and on S3, each with its place.
 
-What is wrong in a file is a UserError.
+An invalid file is a UserError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlpipe.base.values import JsonDict, expanded
 from rlpipe.data.links import check_links
 from rlpipe.processes.user_code import MESSAGE_CHARS_MAX, CodeRaised, user_code
 
-if TYPE_CHECKING:  # the process of a user's function starts in half the time without them
+if TYPE_CHECKING:  # without them the process of a user's function starts in half the time
     from rlpipe.config.sections import DataConfig
     from rlpipe.store.outside import OutsideFile
 
@@ -30,19 +30,20 @@ class Row(NamedTuple):
 
     where: str
     values: JsonDict
-    is_arrow: bool = False  # then a record has the keys of all others, and null where it had none
+    # then each record has the keys of all records, with null for those that it lacks
+    is_arrow: bool = False
 
 
 def names_files(source: str) -> bool:
-    """True when a source is a file of rows, or a folder of such files."""
+    """True when a source is a file of rows, or a folder with such files."""
     return source.endswith(SUFFIXES) or source.startswith(S3) or expanded(source).is_dir()
 
 
 def file_rows(data: DataConfig) -> Iterator[Row]:
-    """The rows of a file, or of all .jsonl and .parquet files below a folder, in the order of their
-    names.
+    """Yields the rows of a file, or of all .jsonl and .parquet files below a folder, ordered by
+    name.
 
-    UserError when there is none, naming the field; OSError when S3 gives up in the middle of one.
+    UserError naming the field when there is no file; OSError when S3 fails in the middle of one.
     """
     for file in _files(data):
         yield from _jsonl_rows(file) if _name(file).endswith(".jsonl") else _parquet_rows(file)
@@ -89,7 +90,7 @@ def _jsonl_rows(file: DataFile) -> Iterator[Row]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                # a ValueError also for bytes that are no UTF-8
+                # ValueError also for bytes that are not UTF-8
                 raise UserError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
             if not isinstance(values, dict):
                 raise UserError(f"{where}: a {type(values).__name__}, but every line must be one JSON object")
@@ -102,7 +103,8 @@ def _parquet_rows(file: DataFile) -> Iterator[Row]:
     place, source = _place(file), file if isinstance(file, Path) else file.open()
     where = f"{place}: not a readable Parquet file"
     try:
-        with user_code(), pyarrow.parquet.ParquetFile(source) as parquet:  # a damaged file is an error of any type
+        # a damaged file may raise any type of error
+        with user_code(), pyarrow.parquet.ParquetFile(source) as parquet:
             names = parquet.schema_arrow.names
             if twice := {name for name in names if names.count(name) > 1}:
                 raise ValueError(f"two columns are called {min(twice)!r}")
@@ -112,14 +114,14 @@ def _parquet_rows(file: DataFile) -> Iterator[Row]:
                 yield Row(f"{place} row {row_index}", values, is_arrow=True)
                 where = f"{place} row {row_index + 1}: not readable"
     except CodeRaised as error:
-        if fault := getattr(source, "fault", None):  # of S3, not of the file
+        if fault := getattr(source, "fault", None):  # a fault of S3, not of the file
             raise fault from error
         raise UserError(f"{where} ({first_cause(error)})") from error
 
 
 def _values(batch: Any) -> Iterable[dict[str, Any]]:
-    """The rows of a batch; where one is no value of Python (a date beyond its years), those before
-    it come first.
+    """Yields the rows of a batch. If one cannot be converted to Python values (a date out of
+    range), those before it are yielded first.
     """
     try:
         with user_code():
@@ -129,7 +131,7 @@ def _values(batch: Any) -> Iterable[dict[str, Any]]:
 
 
 def first_cause(error: CodeRaised) -> str:
-    """The first cause of what was raised, in one line."""
+    """The first cause of an exception, in one line."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,5 +1,5 @@
-"""A folder that others made holds its own files: a link in it may lead to any file of this machine,
-a key for example.
+"""Checks that a folder made by others holds its own files: a link in it may point to any file of
+this machine, for example a key.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from rlpipe.base.errors import UserError
 
-# where the hub's cache keeps the files that the folders of its snapshots link to
+# the folder in which the hub's cache keeps the files that its snapshots link to
 BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[^/]+", re.DOTALL)
 
 
 def check_links(where: str, folder: Path, paths: Iterable[Path]) -> None:
-    """UserError, which `where` begins, naming the first of these paths below a folder that leads
-    out of it, by whatever links on its way.
+    """Raises UserError, with the prefix `where`, naming the first of these paths below a folder
+    that leads out of it by any links.
 
-    The folder itself may be a link, and what the hub's cache downloaded is followed. Hard links are
-    files like others: nobody can tell.
+    The folder itself may be a link, and links of the hub's cache are allowed. Hard links cannot be
+    told from other files.
     """
     root = os.path.realpath(folder)
     for path in paths:

@@ -1,4 +1,4 @@
-"""The tokenizer of a new small model, built from the prompts it will see."""
+"""Builds the tokenizer of a new small model from the prompts that it will see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END, PAD = "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = [END, PAD, "<|user|>", "<|assistant|>", "<|system|>"]
-ANSWER_TOKENS = ["<answer>", "</answer>"]  # not special: decode keeps them for the reward
+ANSWER_TOKENS = ["<answer>", "</answer>"]  # not special tokens, so decode keeps them for the reward
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -18,17 +18,17 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: list[str], folder: Path) -> None:
-    """A tokenizer of about 300 tokens for a new small model: the instruction's words are tokens,
-    the data's words are spelled.
+    """Builds a tokenizer of about 300 tokens for a new small model: the words of the instruction
+    are tokens, those of the data are spelled.
 
     Writes `tokenizer.json` and `tokenizer_config.json`: 256 bytes, the words that at least half of
     `texts` share, specials.
 
-    The same texts give the same files; `transformers.AutoTokenizer` loads them too.
+    The same texts give the same files; `transformers.AutoTokenizer` can load them.
     """
     assert texts, "the words of the instruction come from the texts"
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + _common_words(texts)
-    # with ignore_merges a word is one token or, not being in the vocabulary, its bytes
+    # with ignore_merges a word is one token or, if it is not in the vocabulary, its bytes
     tokenizer = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], ignore_merges=True)
     )

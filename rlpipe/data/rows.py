@@ -1,9 +1,9 @@
-"""Rows of every kind of source, each with the place it came from, for error messages.
+"""Reads rows of every kind of source, each with its place, for error messages.
 
-Whatever is in a file, what is wrong is a UserError.
+Any invalid content of a file is a UserError.
 
-A function of the user's runs in a process of its own, `python -m rlpipe.data.rows`: it may hang,
-exit or crash.
+A user's function runs in a process of its own, `python -m rlpipe.data.rows`, as it may hang, exit
+or crash.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlpipe.processes.user_code import (
     user_code,
 )
 
-if TYPE_CHECKING:  # the process of a function starts in half the time without it
+if TYPE_CHECKING:  # without it the process of a function starts in half the time
     from rlpipe.config.sections import DataConfig
 
 GENERATOR = "reasoning_gym:"
@@ -47,15 +47,15 @@ HOLDERS, BYTES, PLAIN = (
     (bytes, bytearray, memoryview),
     (str, int, float, type(None)),
 )
-# of lists and objects in each other; Python's own limit depends on who is calling
+# nested lists and objects; Python's own limit depends on the depth of the caller
 NESTING_MAX = 200
-ROW_TIMEOUT_S = 300.0  # that a function may take for a row: the first may need a download
-BATCH_ROWS, BATCH_S = 256, 0.5  # of a function, which cross together
+ROW_TIMEOUT_S = 300.0  # for one row of a function; the first may need a download
+BATCH_ROWS, BATCH_S = 256, 0.5  # rows of a function that are sent together
 
 
 class FunctionCall(NamedTuple):
-    """A function of the user's: of which data set, where, called with what, and which field of its
-    rows is the answer.
+    """A call of a user's function: its data set, path and arguments, and the field of its rows that
+    is the answer.
     """
 
     name: str
@@ -68,8 +68,8 @@ class FunctionCall(NamedTuple):
 
 
 def read_rows(data: DataConfig, seed: int) -> list[Row]:
-    """The first `rows_max` rows (0: all) of a source; UserError names the config field, or the file
-    and row, at fault.
+    """The first `rows_max` rows (0: all) of a source. UserError naming the config field, or the
+    file and row, at fault.
     """
     if data.source.startswith(GENERATOR):
         return _generated_rows(data, seed)
@@ -93,13 +93,14 @@ def read_rows(data: DataConfig, seed: int) -> list[Row]:
 
 
 def _text_columns(data: DataConfig) -> list[str]:
-    """The columns of which prompts and conversations are made."""
+    """The columns from which prompts and conversations are made."""
     return [data.prompt_field, "messages", "completion", "tools", data.answer_field]
 
 
 def _no_text(values: Mapping[Any, Any], columns: list[str], answer_field: str) -> str:
-    """Describes the first value that is no text, in the columns that are read as text; empty
-    without one. It would become the text of a Python value (`b'x'`)."""
+    """Describes the first value that is not text in the columns that are read as text; empty
+    without one. str() would turn it into Python's text for it (`b'x'`).
+    """
     for column in columns:
         pending = [values.get(column)]
         while pending:
@@ -158,14 +159,14 @@ def _datasets_rows(data: DataConfig) -> Iterator[Row]:
 
 
 def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
-    """The rows of the user's `function(**args)`, which also gets `seed` and `rows_max` when it
-    names such parameters.
+    """Yields the rows of the user's `function(**args)`, which also gets `seed` and `rows_max` if it
+    has such parameters.
 
-    The same arguments must give the same rows: they are made again after a crash. What `rows_max`
-    cuts off is never made.
+    The same arguments must give the same rows, as they are made again after a crash. Rows beyond
+    `rows_max` are never made.
     """
     field = f"data.{data.name}.source={data.source}"
-    args = json.loads(json.dumps(data.args, default=str))  # as the run's own record has them
+    args = json.loads(json.dumps(data.args, default=str))  # as in the run's own record
     hello: RowsHello = {
         "call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field, _text_columns(data)),
         "path": sys.path,
@@ -193,14 +194,18 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
 
 
 class RowsHello(TypedDict):
-    """The first request: the fields of a FunctionCall, and where the process looks for modules."""
+    """The first request: the fields of a FunctionCall, and the module search path of the
+    process.
+    """
 
     call: FunctionCall
     path: list[str]
 
 
 def load(hello: RowsHello) -> Loaded:
-    """In the function's process: what answers with its next rows, each as a line of JSON."""
+    """Runs in the function's process: returns the function that answers with its next rows, each as
+    a line of JSON.
+    """
     sys.path[:] = hello["path"]
     call = FunctionCall(*hello["call"])
     function = load_function(f"data.{call.name}.source", call.source)
@@ -224,7 +229,7 @@ def load(hello: RowsHello) -> Loaded:
 
 
 def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: FunctionCall) -> Iterator[str]:
-    with user_code():  # it may raise between two rows of a generator, and so may a value's text
+    with user_code():  # a generator may raise between two rows, and so may str() of a value
         rows = function(**arguments)
         if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
             raise TypeError(f"it returned a {type(rows).__name__}; it must return a list of dicts, or yield them")
@@ -239,7 +244,7 @@ def _lines(function: Callable[..., Any], arguments: dict[str, Any], call: Functi
 
 
 def _line(values: Mapping[Any, Any], answer_field: str) -> str:
-    """A row as JSON, from which `sources` makes what it would make of the row itself: of an answer
+    """A row as JSON, from which `sources` makes the same as from the row itself: of an answer only
     its text is used.
     """
     row = {str(key): value for key, value in values.items()}
@@ -251,7 +256,7 @@ def _line(values: Mapping[Any, Any], answer_field: str) -> str:
 def _arguments(function: Callable[..., Any], call: FunctionCall) -> dict[str, Any]:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # written in C: it tells nothing of its parameters
+    except ValueError:  # a function in C may have no signature
         return call.args
     offered = {"seed": call.seed, "rows_max": call.rows_max}
     arguments = {name: value for name, value in offered.items() if name in signature.parameters} | call.args
@@ -265,7 +270,9 @@ def _arguments(function: Callable[..., Any], call: FunctionCall) -> dict[str, An
 
 
 def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
-    """`rows_max` items of `reasoning_gym`, with what its own verifier needs to score them."""
+    """Yields `rows_max` items of `reasoning_gym`, with the data that its own verifier needs to
+    score them.
+    """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -294,8 +301,9 @@ def _generated_rows(data: DataConfig, seed: int) -> list[Row]:
 
 
 def _is_literal(item: Any) -> bool:
-    """True when Python's literal text brings the item back: some verifiers need the tuples that
-    JSON would lose."""
+    """True when Python's literal text restores the item: some verifiers need tuples, which JSON
+    would lose.
+    """
     try:
         return ast.literal_eval(repr(item)) == item
     except (ValueError, SyntaxError):

@@ -1,6 +1,6 @@
-"""Data sets as prompts (RL, evaluation) and as conversations (SFT), and their splits.
+"""Reads data sets as prompts (RL, evaluation) and as conversations (SFT), and splits them.
 
-Every refused row is named by file and row.
+Errors name the file and row of a refused row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rlpipe.records.prompt import Message, Messages, Prompt, Talk, Tool, is_text
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry", Prompt, Talk)
 TOOLS = "tools"  # the column
-PromptSets = Callable[[str], list[list[Prompt]]]  # the prompt sets of a use
+PromptSets = Callable[[str], list[list[Prompt]]]  # use -> its prompt sets
 
 
 def once(load: PromptSets) -> PromptSets:
-    """Returns `load` with its results kept: it loads once per use, whichever threads ask."""
+    """Returns `load` with a cache: it loads once per use, also with several threads."""
     lock, loaded = threading.Lock(), cache(load)
 
     def sets(use: str) -> list[list[Prompt]]:
@@ -39,33 +39,34 @@ def once(load: PromptSets) -> PromptSets:
 
 
 def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
-    """The prompt sets of one use, each with its own seed."""
+    """Loads the prompt sets of one use, each with its own seed."""
     return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:
-    """The prompts of one set that fall in its part, in the source's order; `seed` makes a
-    generator's or function's items.
+    """Loads the prompts of one set that are in its part, in the source's order. `seed`: of the
+    items of a generator or function.
 
     UserError names the config field, or the file and row, at fault.
     """
     rows = read_rows(data, seed)
-    # a generator may give some of its items no answer: its own verifier scores them without
+    # items of a generator may have no answer: its own verifier scores them without one
     answered = not data.source.startswith(GENERATOR) and rows[0].values.get(data.answer_field) is not None
     return _of_part(data, [_prompt(data, index, row, answered) for index, row in enumerate(rows)])
 
 
 def room_for(config: PipelineConfig, use: str) -> int:
-    """The largest number of tokens of a prompt of use rl or evaluation that leaves room for a
-    completion: `context_tokens_max - completion_tokens_max`."""
+    """The largest number of tokens of a prompt of use rl or evaluation, which leaves room for a
+    completion: `context_tokens_max - completion_tokens_max`.
+    """
     room = config.model.context_tokens_max - config.completion_tokens_max(use)
     assert room > 0, "the config leaves room for a prompt"
     return room
 
 
 def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_max: int) -> list[Entry]:
-    """The rows of at most `tokens_max` tokens where the set drops longer ones, else all; how many
-    went is logged. UserError when none is left.
+    """The rows of at most `tokens_max` tokens if the set drops longer ones, else all rows; logs the
+    number of dropped rows. UserError when none is left.
     """
     if data.on_too_long != "drop":
         return rows
@@ -83,18 +84,18 @@ def fitting(data: DataConfig, rows: list[Entry], lengths: Iterable[int], tokens_
 
 
 def load_conversations(data: DataConfig, seed: int) -> list[Talk]:
-    """The SFT conversations of one set that fall in its part, in the source's order.
+    """Loads the SFT conversations of one set that are in its part, in the source's order.
 
     A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which
-    `completion_template` turns into the completion; and perhaps `tools`. UserError names the config
-    field, or the file and row, at fault.
+    `completion_template` turns into the completion; and optionally `tools`. UserError naming the
+    config field, or the file and row, at fault.
     """
     return _of_part(data, [Talk(row.where, _conversation(data, row), _tools(row)) for row in read_rows(data, seed)])
 
 
 def split_point(messages: Messages, salt: str = "") -> float:
-    """A number in [0, 1) from the text of the last user message: the same text falls on the same
-    side wherever it is drawn.
+    """A number in [0, 1) from the text of the last user message, so that the same text is always on
+    the same side of a split.
 
     Splits with different salts are independent.
     """
@@ -103,15 +104,16 @@ def split_point(messages: Messages, salt: str = "") -> float:
 
 
 def normalised(text: str) -> str:
-    """A text without the spaces and line breaks around it, in one form of Unicode: what reads alike
-    is the same prompt.
+    """The text without surrounding white space, in one Unicode form: texts that look alike are the
+    same prompt.
     """
     return unicodedata.normalize("NFC", text.strip())
 
 
 def question(messages: Messages) -> tuple[str, ...]:
-    """The question of a prompt, or of a conversation before its last answer: prompts with the same
-    question are the same prompt."""
+    """The question of a prompt, or of a conversation before its last answer. Prompts with the same
+    question are the same prompt.
+    """
     asked_last = max((index for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     return tuple(normalised(content_text(message)) for message in messages[: asked_last + 1])
 
@@ -123,11 +125,11 @@ def in_part(messages: Messages, part: str, heldout_fraction: float) -> bool:
 
 
 def split_validation(sets: dict[str, list[Talk]], share: float) -> tuple[list[list[Talk]], list[Talk]]:
-    """(what each set trains on, what is kept of all sets for validation), in order; UserError when
-    either would be empty.
+    """Returns (the training rows of each set, the validation rows of all sets), in order. UserError
+    when either would be empty.
 
-    A conversation's side depends on its last user message alone: not on the order, nor on the split
-    by `part`.
+    The side of a conversation depends only on its last user message, not on the order or on the
+    split by `part`.
     """
     if share == 0:
         return list(sets.values()), []
@@ -149,8 +151,7 @@ def split_validation(sets: dict[str, list[Talk]], share: float) -> tuple[list[li
 
 
 def _of_part(data: DataConfig, entries: list[Entry]) -> list[Entry]:
-    """The entries on the side of the split that the data set is
-    of; UserError when there is none."""
+    """The entries in the data set's part of the split. UserError when there is none."""
     kept = [entry for entry in entries if in_part(entry.messages, data.part, data.heldout_fraction)]
     if not kept:
         raise UserError(
@@ -213,8 +214,8 @@ def _prompt_messages(data: DataConfig, row: Row) -> Messages:
 
 
 def _messages(row: Row, field: str, value: Any) -> Messages:
-    """The messages of one field of a row, in the one form; UserError for what no conversation can
-    be made of.
+    """The messages of one field of a row, in the common form. UserError when they are no
+    conversation.
     """
     if not isinstance(value, list) or not value:
         raise UserError(f"{row.where}: {field!r} must be a list of messages, and is {value!r:.200}")
@@ -227,15 +228,15 @@ def _messages(row: Row, field: str, value: Any) -> Messages:
 
 
 def _own_calls(message: Any) -> Any:
-    """A message out of Arrow, its tool calls with the keys that they were written with."""
+    """A message from Arrow, whose tool calls have only the keys that they were written with."""
     if not isinstance(message, Mapping) or "tool_calls" not in message:
         return message
     return {**message, "tool_calls": without_nulls(message["tool_calls"])}
 
 
 def _check_turn(message: Message, where: str) -> None:
-    """UserError for a message that says nothing and calls nothing, or whose calls have arguments
-    that are no object.
+    """Raises UserError for a message without text and calls, or with a call whose arguments are not
+    an object.
     """
     calls = message.get("tool_calls", [])
     if "content" not in message and not (calls and message["role"] == "assistant"):
@@ -259,8 +260,9 @@ def _tools(row: Row) -> list[Tool]:
 
 
 def _has_schemas(tools: Any) -> bool:
-    """True when the tools in a prompt's column may be for the template: names of tools are for an
-    environment or a reward."""
+    """True when a prompt's tools may be for the template; mere names of tools are for an
+    environment or a reward.
+    """
     if isinstance(tools, str):
         return "{" in tools
     return isinstance(tools, list) and any(
@@ -275,7 +277,7 @@ def _with_system(data: DataConfig, messages: Messages) -> Messages:
 
 
 def _listed(row: Row) -> str:
-    """The names of a row's columns, in one line."""
+    """The names of a row's columns, as one line."""
     return " ".join(", ".join(row.values).split())[:200] or "nothing"
 
 

@@ -1,5 +1,5 @@
-"""Chat templates: Jinja as transformers renders it, without importing transformers, and where
-`{% generation %}` marks lie.
+"""Chat templates: renders Jinja as transformers does, without importing transformers, and finds the
+spans of `{% generation %}` marks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlpipe.data.template_text import with_defaults
 from rlpipe.data.tool_calls import TRIED_TOOLS, ArgumentForm, argument_form, marked_calls, with_text_arguments
 from rlpipe.records.prompt import Message, Messages, Tool
 
-# what a template's expressions may raise
+# the errors that a template's expressions may raise
 FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -36,13 +36,14 @@ FAULTS = (
     RecursionError,
     MemoryError,
 )
-OUTSIDE = ("tools", "documents")  # variables that others than the template's author wrote
-# of an assistant's message: what it said, in which its marks are tokens
+OUTSIDE = ("tools", "documents")  # variables whose text is not from the template's author
+# the fields of an assistant's message with its own text, in which control tokens are tokens
 OWN = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 class GenerationMarks(Extension):
-    """`{% generation %}...{% endgeneration %}`: the template itself says what the assistant writes.
+    """The tag `{% generation %}...{% endgeneration %}`, with which a template marks the assistant's
+    text.
 
     The variable `generation_mark` is written before and after it.
     """
@@ -71,16 +72,16 @@ def _tojson(
 
 
 def _strftime_now(form: str) -> str:
-    # a run that is resumed tomorrow must render the same tokens, so "today" is
-    # always Llama's own default day
+    # a run that is resumed tomorrow must render the same tokens: "today" is always Llama's default
+    # date
     return datetime.datetime(2024, 7, 26).strftime(form)
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name (bos_token, eos_token, ...) and
-    more variables for it.
+    """A compiled chat template, with the special tokens that it may use (bos_token, eos_token, ...)
+    and further variables.
 
-    `variables` are what transformers' apply_chat_template takes as keywords: `tools`, `documents`,
+    `variables`: the keywords of transformers' apply_chat_template: `tools`, `documents`,
     `enable_thinking`, ...
     """
 
@@ -94,7 +95,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"model.chat_template: not a Jinja template ({error})") from error
-        # what writes the same without these variables
+        # a template that renders the same without these variables
         self.text = with_defaults(source, variables or {}, special_tokens)
         self._variables = {"tools": None, "documents": None, **special_tokens, **(variables or {})}
         assert not {"messages", "add_generation_prompt"} & set(self._variables), "the config refuses these"
@@ -107,17 +108,17 @@ class ChatTemplate:
         return argument_form(lambda messages: self._rendered({"messages": messages, "tools": TRIED_TOOLS})[0])
 
     def check_calls(self, messages: Messages) -> None:
-        """UserError where the template leaves out a tool call, its name or its arguments, or writes
-        them where no loss lies.
+        """Raises UserError when the template leaves out a tool call, its name or its arguments, or
+        writes them outside of the loss mask.
 
-        A conversation in which nothing is called passes.
+        Does nothing for a conversation without calls.
         """
         if not any("tool_calls" in message for message in messages):
             return
         marked, marks = marked_calls(messages)
         try:
             text, spans = self.render_marked(marked)
-        except UserError:  # a template that knows these tools only
+        except UserError:  # a template that accepts only its own tools
             return
         written = "".join(text[start:end] for start, end in spans) if self.has_marks else text
         lost = next((mark for mark in marks if not mark.is_in(written)), None)
@@ -132,18 +133,20 @@ class ChatTemplate:
 
     def with_tools(self, tools: list[Tool]) -> ChatTemplate:
         """The same template with these tools, as JSON schemas."""
-        known = self.argument_form  # before it is copied: it is tried once for all tools
+        known = self.argument_form  # before the copy, so that it is tested once for all tools
         other = copy.copy(self)
         other.argument_form = known
         other._variables = self._variables | {"tools": tools}
         return other
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        """The conversation as text; UserError when the template refuses it."""
+        """Renders the conversation as text. UserError when the template refuses it."""
         return self.render_marked(messages, add_generation_prompt)[0]
 
     def render_marked(self, messages: Messages, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
-        """The conversation as text and the spans inside `{% generation %}` marks."""
+        """Renders the conversation; returns the text and the spans inside `{% generation %}`
+        marks.
+        """
         assert messages
         if any("tool_calls" in message for message in messages) and self.argument_form == "text":
             messages = with_text_arguments(messages)
@@ -164,11 +167,11 @@ class ChatTemplate:
     def spans_from_outside(
         self, controls: re.Pattern[str], messages: Messages, text: str, add_generation_prompt: bool = False
     ) -> list[Span]:
-        """The spans of `text`, the rendered `messages`, that `controls` finds and that a message or
-        a tool brought, not the template.
+        """The spans of `text`, the rendered `messages`, that match `controls` and are from a
+        message or a tool, not from the template.
 
-        The messages are rendered again with a mark in place of each; UserError when the template
-        makes another text of a mark. Text of the assistant itself is not from outside.
+        To find them, the messages are rendered again with a mark in place of each. UserError when
+        the template changes a mark. The assistant's own text does not count as outside.
         """
         shared = {name: self._variables[name] for name in OUTSIDE if self._variables.get(name)}
         others = [
@@ -196,7 +199,7 @@ class ChatTemplate:
 
 
 class _Marks:
-    """Words without a meaning, which stand for control tokens while a template is rendered."""
+    """Meaningless words that replace control tokens while a template is rendered."""
 
     def __init__(self, controls: re.Pattern[str], taken: str) -> None:
         stem = next(stem for number in itertools.count() if (stem := f"rlpipecontrol{number}n") not in taken)
@@ -205,7 +208,7 @@ class _Marks:
         self.pattern = re.compile(stem + r"(\d+)x")
 
     def put(self, value: Any) -> Any:
-        """The same value with a mark in place of each control token that is from outside."""
+        """The value with a mark in place of each control token from outside."""
         if isinstance(value, str):
             return self._controls.sub(self._mark, value)
         if isinstance(value, list):
@@ -219,14 +222,15 @@ class _Marks:
         return f"{self._stem}{len(self._contents) - 1}x"
 
     def ways_to_write(self, number: str) -> list[str]:
-        """The texts that a template may write for a mark's control token: the token as it is, or
-        within JSON, where it is perhaps no control token any more."""
+        """The texts that a template may write for a mark's control token: the token itself, or its
+        JSON form, which may not be a control token any more.
+        """
         content = self._contents[int(number)]
         return [content, *(json.dumps(content, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))]
 
 
 def _is_own(message: Message, name: str) -> bool:
-    """True when an entry of a message holds text of the assistant itself."""
+    """True when a field of a message has the assistant's own text."""
     return message["role"] == "assistant" and name in OWN
 
 
@@ -256,6 +260,6 @@ def _unused_mark(variables: JsonDict) -> str:
 def _split_marks(text: str, mark: str) -> tuple[str, list[Span]]:
     pieces = text.split(mark)
     assert len(pieces) % 2 == 1, "every mark that opens also closes"
-    # of the pieces in the text without marks; every second one is marked
+    # spans of the pieces in the text without marks; every second one is a mark
     ends = list(itertools.accumulate(map(len, pieces)))
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))

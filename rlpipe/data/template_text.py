@@ -1,5 +1,5 @@
-"""A chat template as text, for a model's folder: one of several, with its variables' values in it,
-in the file that transformers reads.
+"""A chat template as text for a model's folder: chooses one of several, sets the values of its
+variables, and writes the file that transformers reads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from rlpipe.base.values import plain_json
 
-JINJA = "chat_template.jinja"  # what transformers reads first
-STALE = "chat_template.json"  # of older processors
-FOR_TOOLS = "tool_use"  # the name of the template that transformers takes where there are tools
+JINJA = "chat_template.jinja"  # the file that transformers prefers
+STALE = "chat_template.json"  # the file of older processors
+FOR_TOOLS = "tool_use"  # the name of the template that transformers uses with tools
 RESERVED = {
     "true",
     "false",
@@ -33,41 +33,44 @@ RESERVED = {
     "import",
     "recursive",
 }
-NEVER_UNDEFINED = ("tools", "documents")  # transformers gives none where the caller gives nothing
+# transformers passes None for these if the caller passes nothing
+NEVER_UNDEFINED = ("tools", "documents")
 
 
 def one_of_several(templates: Mapping[str, str]) -> str:
-    """The template among those by name: the one for tools where there are tools, else the default
-    one; empty without a default.
+    """A template that chooses among several by name: the one for tools if there are tools, else the
+    default one. Empty without a default.
     """
     default, for_tools = templates.get("default", ""), templates.get(FOR_TOOLS)
     if not (default and for_tools):
         return default
-    # Jinja takes the line break after a tag, and the last one of a template
+    # Jinja removes the line break after a tag, and the last one of a template
     return f"{{% if tools is not none %}}\n{_bare(for_tools)}{{% else %}}\n{_bare(default)}{{% endif %}}\n"
 
 
 def with_defaults(template: str, variables: Mapping[str, Any], special_tokens: Iterable[str]) -> str:
-    """The template with values for what its caller does not give; itself where it begins with them.
+    """The template with default values for variables that its caller does not pass; unchanged if it
+    begins with them.
 
-    A special token is always given, so its value is set in any case.
+    Callers always pass special tokens, so their values are always set.
     """
     lines = []
     for name, value in variables.items():
-        if not name.isidentifier() or name in RESERVED:  # no template can name it
+        if not name.isidentifier() or name in RESERVED:  # no template can use such a name
             continue
         missing = f"{name} is not defined" + (f" or {name} is none" if name in NEVER_UNDEFINED else "")
         setting = f"{{%- set {name} = {_literal(plain_json(value))} %}}"
         lines.append(setting if name in special_tokens else f"{{%- if {missing} %}}{setting}{{%- endif %}}")
-    # Jinja takes the line break after a tag
+    # Jinja removes the line break after a tag
     first = "".join(f"{line}\n" for line in lines)
     return template if template.startswith(first) else first + template
 
 
 def write_template(folder: Path, template: str) -> None:
-    """Makes a template that of a model's folder: in its own file, and no other one beside it.
+    """Writes the template of a model's folder into its own file, and removes all other templates of
+    the folder.
 
-    Files are replaced, never written into.
+    Files are replaced, never changed in place.
     """
     _replace(folder / JINJA, template)
     settings = folder / "tokenizer_config.json"
@@ -83,9 +86,9 @@ def _bare(template: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value of JSON as Jinja writes it: as JSON, but for none.
+    """A JSON value as a Jinja literal: JSON, except for `none`.
 
-    Text has the escapes that both know.
+    Text uses only escapes that both have.
     """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(name)}: {_literal(entry)}" for name, entry in value.items()) + "}"

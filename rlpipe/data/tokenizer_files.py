@@ -1,5 +1,5 @@
-"""The tokenizer of a model's folder: tokenizer.json, and the tokens that the files beside it add,
-under the ids that transformers gives them.
+"""Reads the tokenizer of a model's folder: tokenizer.json, and the tokens that other files add,
+with the ids that transformers gives them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.data.template_text import one_of_several
 
-# of a model's folder; whatever else lies there (.env, pickles, code) is not the tokenizer's
+# the tokenizer's files in a model's folder; all others (.env, pickles, code) are not its own
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json",
 }  # fmt: skip
 CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-BESIDE = (CONFIG, NAMED, ADDED)  # tokenizer.json: what may add tokens to it
+BESIDE = (CONFIG, NAMED, ADDED)  # files that may add tokens to tokenizer.json
 LISTS = ("extra_special_tokens", "additional_special_tokens")
-# must be tokens already: a misspelt one would be a new token that no model knows
+# must exist as tokens: a misspelt one would be a new token that no model knows
 ENDS = ("eos_token", "pad_token")
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
-    """The tokenizer of a folder with all its tokens, and its settings.
+    """Returns the tokenizer of a folder with all its tokens, and its settings.
 
-    UserError that says what is missing, or does not fit.
+    UserError naming what is missing or does not fit.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -57,11 +57,11 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:
 
 
 def add_tokens(tokenizer: Tokenizer, files: Mapping[str, JsonDict]) -> None:
-    """Adds the tokens of `files` (JSON by name, of BESIDE), as transformers does.
+    """Adds the tokens of `files` (JSON by the names in BESIDE), as transformers does.
 
-    UserError when one gets another id than its file gives it.
+    UserError when a token gets another id than in its file.
 
-    `added_tokens_decoder` of tokenizer_config.json says all; where there is none, added_tokens.json
+    `added_tokens_decoder` in tokenizer_config.json has all of them; without it, added_tokens.json
     and special_tokens_map.json count.
     """
     config, named, added = (files.get(name, {}) for name in BESIDE)
@@ -115,7 +115,7 @@ def special_texts(settings: JsonDict) -> dict[str, str]:
 
 
 def _listed(settings: JsonDict) -> list[Any]:
-    """The special tokens without a name: those of the first list that has some."""
+    """The special tokens without a name, from the first list that is not empty."""
     lists = (settings.get(name) for name in LISTS)
     entries = next((entry for entry in lists if isinstance(entry, list) and entry), [])
     return [entry for entry in entries if isinstance(entry, str) or _is_record(entry)]
@@ -137,7 +137,7 @@ def _decoded(entries: JsonDict) -> dict[int, AddedToken]:
 
 
 def _encoded(entries: JsonDict, specials: set[str], tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    """The tokens of added_tokens.json by id; what tokenizer.json says of one holds."""
+    """The tokens of added_tokens.json by id; an entry in tokenizer.json has precedence."""
     tokens: dict[int, AddedToken] = {}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for content, token_id in entries.items():
@@ -149,9 +149,7 @@ def _encoded(entries: JsonDict, specials: set[str], tokenizer: Tokenizer) -> dic
 
 
 def read_json(path: Path) -> JsonDict:
-    """The object in a JSON file, empty where there is no file; UserError when it holds another
-    thing.
-    """
+    """The object in a JSON file; empty without a file. UserError when it is not an object."""
     if not path.is_file():
         return {}
     try:
@@ -164,11 +162,11 @@ def read_json(path: Path) -> JsonDict:
 
 
 def folder_template(folder: Path, settings: JsonDict) -> str:
-    """The chat template that a tokenizer's folder brings; empty: none."""
+    """The chat template in a tokenizer's folder; empty for none."""
     path = folder / "chat_template.jinja"
     try:
         template = path.read_text() if path.is_file() else settings.get("chat_template") or ""
-        if isinstance(template, list):  # several templates by name
+        if isinstance(template, list):  # several named templates
             template = one_of_several({entry["name"]: entry["template"] for entry in template})
         if not isinstance(template, str):
             raise TypeError(f"{template!r:.40} is no text")

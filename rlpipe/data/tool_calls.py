@@ -1,5 +1,6 @@
-"""Finds out if a chat template writes tool calls, and in which form it takes their arguments, by
-letting it write marked ones."""
+"""Tests with marked calls if a chat template writes tool calls, and which form of their arguments
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ from typing import Literal, NamedTuple
 from rlpipe.base.errors import UserError
 from rlpipe.records.prompt import Message, Messages, Tool, ToolCall
 
-# as an object (most templates), as JSON text (DeepSeek's), or calls are not written at all
+# arguments as an object (most templates), as JSON text (DeepSeek's), or no calls at all
 ArgumentForm = Literal["object", "text", "none"]
 ASKED: Message = {"role": "user", "content": "ask"}
-TRIED_TOOLS: list[Tool] = [  # some templates write calls only where there are tools
+TRIED_TOOLS: list[Tool] = [  # some templates write calls only if there are tools
     {
         "type": "function",
         "function": {"name": "try", "description": "try", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-# Mistral's have nine characters, Kimi's have the name
+# Mistral's ids have nine characters, Kimi's contain the name
 TRIED_IDS = ("123456789", "functions.{name}:0")
 SAID_NOTHING: tuple[Message, ...] = ({"content": ""}, {})
 
 
 class MarkedCall(NamedTuple):
-    """Texts that stand for one tool call, and for nothing else."""
+    """Unique texts that mark one tool call."""
 
     where: str
     name: str
@@ -33,14 +34,17 @@ class MarkedCall(NamedTuple):
     value: str
 
     def is_in(self, text: str) -> bool:
-        """True when the marked call stands in a text: neither as Python writes a dict, nor as JSON
-        text within JSON."""
+        """True when the text has the marked call, but not as a Python dict or as JSON text within
+        JSON.
+        """
         marks = self.name, self.key, self.value
         return all(mark in text for mark in marks) and f"'{self.key}'" not in text and f'\\"{self.key}' not in text
 
 
 def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
-    """The form in which a template writes arguments as JSON, once, or as text of its own kind."""
+    """The form of arguments that a template writes correctly: as JSON, encoded once, or in a syntax
+    of its own; "none" when it writes no calls.
+    """
     for form in ("object", "text"):
         for call_id in TRIED_IDS:
             for said in SAID_NOTHING:
@@ -56,8 +60,9 @@ def argument_form(render: Callable[[Messages], str]) -> ArgumentForm:
 
 
 def calls_of(messages: Messages) -> Iterator[tuple[int, int, ToolCall]]:
-    """(number of the message, number of the call in it, call) of
-    every tool call, counted from 1."""
+    """Yields (index of the message, index of the call in it, call) of every tool call; indices
+    count from 1.
+    """
     for index, message in enumerate(messages, start=1):
         for number, call in enumerate(message.get("tool_calls", []), start=1):
             yield index, number, call
@@ -75,7 +80,9 @@ def with_text_arguments(messages: Messages) -> Messages:
 
 
 def marked_calls(messages: Messages) -> tuple[Messages, list[MarkedCall]]:
-    """The messages with marks in place of what tool calls say, and the marks in their order."""
+    """Returns the messages with marks in place of the content of tool calls, and the marks in
+    order.
+    """
     marks = [
         MarkedCall(f"message {index}, tool call {number} ({call['function']['name']!r})", *_marks(place))
         for place, (index, number, call) in enumerate(calls_of(messages))

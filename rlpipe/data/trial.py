@@ -1,8 +1,8 @@
-"""A tokenizer and its chat template, tried in a process of their own
-(`python -m rlpipe.data.trial`) before a run depends on them.
+"""Tests a tokenizer and its chat template in a process of their own (`python -m rlpipe.data.trial`)
+before a run depends on them.
 
-They come from anywhere: a template may never end or ask for all memory, a damaged tokenizer.json
-may end the process that reads it.
+They are untrusted: a template may never end or use all memory, and a damaged tokenizer.json may
+crash the process that reads it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
 from rlpipe.records.prompt import Messages, Prompt, Talk, Tool
 
-MEMORY_BYTES = 4 << 30  # of the process: far more than any tokenizer takes
+MEMORY_BYTES = 4 << 30  # the limit of the process, far more than any tokenizer needs
 BATCH, BATCH_TIMEOUT_S = 64, 60.0
-# a template that never ends mostly does so with any prompt: it need not cost the time of a batch
+# a template that never ends mostly does so with any prompt: one is enough to see it, in less time
+# than a batch
 Row = TypeVar("Row")
 FIRST, FIRST_TIMEOUT_S = [{"role": "user", "content": "hi"}], 5.0
 
 
 class TrialHello(TypedDict):
-    """The first request: the folder of a tokenizer, and how its template is used."""
+    """The first request: the folder of a tokenizer, and the settings of its template."""
 
     folder: str
     chat_template: str
@@ -39,7 +40,7 @@ class TrialHello(TypedDict):
 
 
 class TrialRequest(TypedDict, total=False):
-    """The texts to try, of one kind."""
+    """The texts to test, of one kind."""
 
     first: Messages
     prompts: list[tuple[str, Messages, list[Tool] | None]]
@@ -49,16 +50,18 @@ class TrialRequest(TypedDict, total=False):
 
 
 class TrialAnswer(TypedDict):
-    """The texts that rewards get of `said`, and the tokens of each conversation and prompt."""
+    """The texts that rewards get for `said`, and the number of tokens of each conversation and
+    prompt.
+    """
 
     heard: list[str]
     lengths: list[int]
 
 
 class TokenizerTrial:
-    """The tokenizer of a folder with its template, from here to `close`.
+    """The tokenizer of a folder with its template in a process that runs until `close`.
 
-    What it cannot do is a UserError.
+    UserError for a text that they cannot handle.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -85,20 +88,23 @@ class TokenizerTrial:
         self._children.close()
 
     def prompt_lengths(self, prompts: Iterable[Prompt]) -> Iterator[int]:
-        """Tokens of each prompt, with the head of the assistant's turn."""
+        """The number of tokens of each prompt, with the head of the assistant's turn."""
         for part in _batched(prompts):
             lengths = self._ask({"prompts": [(row.prompt_id, row.messages, row.tools) for row in part]})["lengths"]
             assert len(lengths) == len(part), "a prompt was lost"
             yield from lengths
 
     def conversation_lengths(self, conversations: Iterable[Talk]) -> Iterator[int]:
-        """Tokens of each conversation, whose template shows where the assistant's turns lie."""
+        """The number of tokens of each conversation; checks that the assistant's turns can be found
+        in it.
+        """
         for part in _batched(conversations):
             yield from self._ask({"conversations": part})["lengths"]
 
     def heard(self, completions: Iterable[str]) -> dict[str, str]:
-        """Returns, for each of these texts, the text that rewards get of a policy that says it: the
-        part that is left after it was tokens."""
+        """Returns, for each text, what rewards get if a policy writes it: the text after encoding
+        and decoding.
+        """
         texts = list(dict.fromkeys(completions))
         return {
             text: heard
@@ -107,7 +113,7 @@ class TokenizerTrial:
         }
 
     def try_continuations(self, messages: Iterable[Messages]) -> None:
-        """The template lets a conversation go on with these, each by itself."""
+        """Checks that the template can continue a conversation with each of these messages."""
         self._ask({"continuations": list(messages)})
 
     def _ask(self, request: TrialRequest, timeout_s: float | None = None) -> TrialAnswer:
@@ -137,7 +143,7 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def load(hello: TrialHello) -> Loaded:
-    """In the process: the tokenizer, within bounds."""
+    """Runs in the process: limits its memory and loads the tokenizer."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     where = f"model.path={hello['folder']}"
     try:
@@ -163,7 +169,7 @@ def load(hello: TrialHello) -> Loaded:
 
 def _answer(tokenizer: ChatTokenizer, request: TrialRequest) -> TrialAnswer:
     if "first" in request:
-        with suppress(UserError):  # of a template for other conversations
+        with suppress(UserError):  # the template does not accept this conversation
             tokenizer.encode_prompt(request["first"])
     lengths = [len(encode_talk(tokenizer, Talk(*fields))[0]) for fields in request.get("conversations", [])]
     for messages in request.get("continuations", []):

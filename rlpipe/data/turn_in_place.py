@@ -1,8 +1,8 @@
-"""The place of a turn in a conversation whose template writes earlier messages in another way once
-more have followed.
+"""Finds a turn in a conversation whose template writes earlier messages differently once others
+follow.
 
-Mistral's puts the tools before the last message of the user, Hermes' ends the last result of a tool
-otherwise than those before it.
+Mistral's puts the tools before the last message of the user; Hermes' ends the last tool result
+differently from earlier ones.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Callable
 
 from rlpipe.records.prompt import Messages
 
-Render = Callable[[Messages, bool], str]  # with the head of the assistant's turn, or without
+# (messages, with the head of the assistant's turn) -> text
+Render = Callable[[Messages, bool], str]
 STANDS_IN = "rlpipe-stands-in"
 
 
 def turn_in_place(
     render: Render, messages: Messages, index: int, text: str, specials: tuple[str, ...]
 ) -> tuple[int, int] | None:
-    """The characters of `text`, the whole conversation, that turn `index` of the assistant has;
-    None where they cannot be known.
+    """The span of turn `index`, of the assistant, in `text`, the whole conversation; None where it
+    cannot be determined.
 
-    The conversation is written with another text in the place of the turn: what is around it in
-    both is not the turn's.
+    The conversation is rendered again with another text in place of the turn: the text around it
+    that both have is not part of the turn.
     """
     assert index > 0, "something was asked"
     other = {"role": messages[index]["role"], "content": STANDS_IN}
@@ -30,8 +31,8 @@ def turn_in_place(
     end = max((token for token in specials if after.startswith(token)), key=len, default="")
     prompt, bare = render(messages[:index], True), render(messages[:index], False)
     own = render([*messages[:index], other], False).partition(STANDS_IN)[0]
-    # what the template itself puts before the turn's text, but not into what the policy is asked
-    # with: it is the turn's
+    # text that the template puts before the turn's text, but not into the prompt, is part of the
+    # turn
     lead = own[len(prompt) :] if own.startswith(prompt) else ""
     start = len(before) - len(lead)
     head = prompt.removeprefix(bare)

@@ -1,5 +1,6 @@
-"""The engines that load an adapter beside the base that they were started on. All others load the
-adapter merged into the base, as whole weights."""
+"""Engines that load an adapter onto the base that they were started with. All others load it merged
+into the base, as whole weights.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from pathlib import Path
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.kind import kind_of
 
-ADAPTER = "adapter"  # the name of the one that an engine has loaded
-# of which SGLang and vLLM adapt all linear layers but the head
+ADAPTER = "adapter"  # the name of the loaded adapter in the engine
+# families in which SGLang and vLLM support adapters on all linear layers but the head: LAYERS
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # those
-RANK_MAX = 512  # the largest of vLLM's
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK_MAX = 512  # vLLM's largest rank
 
 
 def loads_adapters(config: PipelineConfig, base: Path) -> bool:
-    """True when the engines of a run load the adapters of the model in the folder `base`. False
-    with `engines.colocate`: there they lose the base in every turn."""
+    """True when the engines of a run load adapters of the model in the folder `base`. False with
+    `engines.colocate`, where they lose the base at every release.
+    """
     model, engines = config.model, config.engines
     if model.adapter == "none" or engines.colocate or not kind_of(engines.kind).loads_adapters:
         return False

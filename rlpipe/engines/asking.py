@@ -1,5 +1,6 @@
-"""One request to one engine: until it is whole, the engine has no
-more tokens, or there is enough."""
+"""Sends one request to one engine, until its completion is whole, the engine fails, or `enough` is
+set.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from rlpipe.engines.client import (
 )
 
 log = logging.getLogger(__name__)
-ABORT_ANSWER_S = 5.0  # for what a request that is given up has
-# a request may reach the engine after the abort: it is repeated until it has answered
+ABORT_ANSWER_S = 5.0  # for the answer to a request that is given up
+# the request may reach the engine after its abort, so the abort is repeated until the request has
+# answered
 ABORT_AGAIN_S = 0.2
 
 
 @dataclass
 class EngineLoad:
-    """The state of one engine that the pool remembers."""
+    """The state of one engine that the pool keeps."""
 
     in_flight: int = 0
-    faults: int = 0  # in a row
+    faults: int = 0  # consecutive ones
     rest_until: float = 0.0
-    # when a token came last, of any request; where none was in flight, when the first was sent
+    # the time of the last token of any request; if none was in flight, of the first request
     heard_at: float = 0.0
 
 
@@ -47,12 +49,13 @@ async def ask(
     computed: asyncio.Event,
 ) -> tuple[Completion, EngineUnavailable | None]:
     """Returns the completion that one engine sampled, and the fault that ended it early, if any.
-    The completion is whole, or holds the tokens that there were when `enough` was set or the fault
-    came.
+    The completion is whole, or has the tokens that were sampled until `enough` was set or the fault
+    occurred.
 
-    A fault is also that none of our requests to the engine got a token for `progress_timeout_s`; a
-    request that waits while others get tokens is no fault. `computed` is set as soon as the request
-    has a token: its prompt is computed then. Cancelled, it ends the request on the engine.
+    It is also a fault when none of our requests to the engine got a token for `progress_timeout_s`;
+    a request that waits while others get tokens is no fault. `computed` is set with the first token
+    of the request, as its prompt is computed then. When this is cancelled, the request is aborted
+    on the engine.
     """
 
     def on_tokens() -> None:
@@ -73,7 +76,8 @@ async def ask(
         if asking.done():
             completion = await asking
             if labels := {label for label, _ in completion.spans} - {version}:
-                heard = Heard()  # tokens of other weights than it was proved to serve
+                # these tokens are of other weights than the engine was proved to serve
+                heard = Heard()
                 fault = EngineUnavailable(
                     f"{client.name} sampled with weight versions {sorted(labels)}, expected {version}"
                 )
@@ -82,7 +86,8 @@ async def ask(
             fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")
     except EngineUnavailable as error:
         fault = error
-    except asyncio.CancelledError:  # nobody waits for it any more: the engine has no work of it
+    # nobody waits for the completion: the engine must not compute it
+    except asyncio.CancelledError:
         if not client.session.closed:
             with contextlib.suppress(EngineError, TimeoutError):
                 await asyncio.wait_for(client.abort([request.request_id]), ABORT_ANSWER_S)
@@ -93,13 +98,13 @@ async def ask(
     assert fault is not None
     if client.exact or not heard.tokens:
         return NOTHING_YET, fault
-    # it was proved to serve this version before it was asked
+    # the engine was proved to serve this version before the request
     spans = [(version, len(heard.tokens))]
     return heard.completion("abort", spans, client.name), fault
 
 
 async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event) -> None:
-    """Ends a request once there is enough, until this is cancelled."""
+    """Aborts a request once `enough` is set, again and again until this is cancelled."""
     await enough.wait()
     while True:
         try:
@@ -107,6 +112,6 @@ async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event
         except RequestRefused as error:
             log.warning("%s: %s; what it runs for nothing goes on to its end", client.url, error)
             return
-        except EngineError:  # then the request fails as well, or runs to its end
+        except EngineError:  # the request itself then fails, too, or runs to its end
             pass
         await asyncio.sleep(ABORT_AGAIN_S)

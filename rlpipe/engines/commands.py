@@ -17,15 +17,14 @@ from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
 
-# a stream says what is new, not all again; an event for each token would cost more than the token
+# events hold only new tokens; an event per token would cost more than the token
 STREAM_INTERVAL = ("--stream-interval", "32")
-PYTHON_TIMEOUT_S = 60.0  # a cold disk, or a shared one, takes long to start an interpreter
+PYTHON_TIMEOUT_S = 60.0  # an interpreter starts slowly from a cold or a shared disk
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The address of one engine of a node. `keys`: the API key and the admin key that it asks
-    for."""
+    """The address of one engine of a node. `keys`: its API key and its admin key."""
 
     index: int
     host: str
@@ -38,8 +37,9 @@ class EngineAddress:
 
 
 def check_python(engines: EnginesConfig) -> str:
-    """Describes the engines' interpreter in a line; UserError when it cannot be run, or lacks the
-    package that `engines.kind` names, or this installation lacks that kind."""
+    """Describes the engines' interpreter in one line. UserError when it cannot be run, lacks the
+    package of `engines.kind`, or when this installation lacks that kind.
+    """
     package = kind_of(engines.kind).package
     if not package:
         return ""
@@ -71,12 +71,12 @@ def check_python(engines: EnginesConfig) -> str:
 
 
 def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, str]:
-    """The environment variables of an engine, beside those of this process."""
+    """The environment variables of an engine, in addition to those of this process."""
     engines, kind, (api_key, admin_api_key) = config.engines, kind_of(config.engines.kind), address.keys
     variables = {"RLPIPE_API_KEY": api_key, "RLPIPE_ADMIN_API_KEY": admin_api_key, "RLPIPE_DIE_WITH_PARENT": "1",
                  "OMP_NUM_THREADS": str(engines.threads), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     variables |= kind.variables(config, api_key)
-    share = len(engines.gpu_ids) // engines.count  # of the node's, each engine has an equal share
+    share = len(engines.gpu_ids) // engines.count  # the engines share the node's GPUs equally
     gpu_ids = engines.gpu_ids[address.index * share : (address.index + 1) * share]
     if gpu_ids and kind.package:
         variables |= toolkit_environment(Path(engines.python or sys.executable))
@@ -84,23 +84,25 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
 
 
 def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) -> list[str]:
-    """The command of an engine on `weights`."""
+    """The command that starts an engine on `weights`."""
     return kind_of(config.engines.kind).argv(config, weights, ["--host", address.host, "--port", str(address.port)])
 
 
 def server_argv(config: PipelineConfig, command: list[str], parallel_flag: str, flags: list[str]) -> list[str]:
-    """The command of a server that `engines.python` runs: over all GPUs that an engine has, in the
-    model's dtype, with `flags` and then those of `engines.flags`."""
+    """The command of a server that `engines.python` runs: on all GPUs of the engine, in the model's
+    dtype, with `flags`, then those of `engines.flags`.
+    """
     engines = config.engines
     parallel = [parallel_flag, str(max(1, len(engines.gpu_ids) // engines.count))]
-    # of a flag that is there twice, the last one counts
+    # the last one of a repeated flag counts
     own = ["--dtype", config.model.dtype, *parallel, *flags, *engines.flags]
     return wrapped([engines.python or sys.executable, *command, *own])
 
 
 def memory_flags(config: PipelineConfig, release: str, fraction: str) -> list[str]:
-    """The flags that make an engine share its GPUs: `release`, and with `fraction` how much of a
-    GPU it may take, unless `engines.flags` says that. Empty when it does not share."""
+    """The flags of an engine that shares its GPUs: `release`, and `fraction` with the share of GPU
+    memory that it may use, unless `engines.flags` sets it. Empty when it does not share.
+    """
     engines = config.engines
     if not engines.colocate:
         return []

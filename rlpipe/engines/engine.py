@@ -1,4 +1,4 @@
-"""One engine process as its host sees it."""
+"""One engine process, as seen by its host."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Engine:
-    """One engine process and the client that talks to it."""
+    """One engine process with its client."""
 
     address: EngineAddress
     service: Service
     client: EngineClient
-    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one control call at a time; no repair during a reload
-    # the weight version that it was proved to serve; None: it may not
-    # sample, and only a restart helps
+    # one control call at a time, and no restart during a reload
+    control: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # the weight version that it was proved to serve; None: it may not sample, and must be restarted
     proved: int | None = None
-    # when it was proved last; None since a start, and while it has no weights
+    # its answer when it was proved last; None after a start, and while it has no weights
     answered: ProbeAnswer | None = None
-    # it has given its memory back, or has ended: nobody restarts it before it is woken
+    # its memory is freed, or the process has ended: it is not restarted before `wake`
     released: bool = False
-    # the weights that it was started on, beside which it may load adapters
+    # the weights that it was started on, onto which it may load adapters
     base: Path | None = None
-    restarting_on: Weights | None = None  # what a restart under way reads
+    restarting_on: Weights | None = None  # the weights that a restart in progress reads
     unwell_since: float | None = None
-    given_up: str = ""  # why it is not restarted any more
+    given_up: str = ""  # the reason why it is no longer restarted
 
     def serves(self, version: int) -> bool:
-        """True when the engine was proved to serve `version`, runs, and answered when it was last
-        looked at."""
+        """True when the engine was proved to serve `version`, runs, and answered the last health
+        check.
+        """
         return self.proved == version and self.service.alive() and self.unwell_since is None
 
     def move_to(self, port: int) -> None:
-        """Sets the port on which the engine listens from its next start on."""
+        """Sets the port for the next start of the engine."""
         assert not self.service.alive(), "it listens already"
         self.address = replace(self.address, port=port)
         self.client.url = self.address.url
 
     async def release(self) -> None:
-        """Gives its memory back; an engine that cannot is ended, which does it too.
+        """Frees the engine's memory; an engine that cannot do so is ended, which also frees it.
 
-        A restart under way is waited for.
+        Waits for a restart that is in progress.
         """
         async with self.control:
             if self.released:
@@ -68,7 +69,7 @@ class Engine:
             self.released, self.unwell_since = True, None
 
     async def load(self, weights: Weights) -> None:
-        """Puts a policy in place of the one before; EngineError when only a restart can.
+        """Loads a policy in place of the one before. EngineError when only a restart can do so.
 
         The caller holds `control`.
         """
@@ -80,19 +81,19 @@ class Engine:
             raise EngineError(f"{self.client.name} was started on {self.base}, and the adapter is of {weights.folder}")
 
     async def started_on(self, weights: Weights) -> None:
-        """It was just started on a policy's folder: it is told the
-        version, and loads the adapter."""
+        """Completes a start on a policy's folder: sets the version label, and loads the adapter."""
         self.base, self.client.adapted = weights.folder, False
         await self.client.adopt(weights.version)
         if weights.adapter:
             await self.client.load_adapter(weights.adapter, weights.version)
 
     async def wake(self) -> None:
-        """Has its memory again, whatever the weights in it are worth.
+        """Allocates the engine's memory again, with undefined weights.
 
         EngineError when it ended meanwhile. The caller holds `control`.
         """
         assert self.control.locked(), "one control call at a time"
         if self.released:
-            self.released = False  # whatever comes of it: from here on it is looked after
+            # set also when the wake fails: from here on the watch may restart it
+            self.released = False
             await self.client.resume()

@@ -1,4 +1,4 @@
-"""A policy as engines read it: a folder of this machine, out of the store or from nearer."""
+"""Fetches a policy into a local folder that engines read, from the store or from a nearer copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import whole_files
 
-BASES = "bases"  # the folder of what adapters are merged into, beside what they are merged to
+# the folder of the bases into which adapters are merged, beside the merged policies
+BASES = "bases"
 
 
 def fetched(
@@ -31,15 +32,15 @@ def fetched(
     *,
     checked: bool,
 ) -> Weights:
-    """A policy in folders below `local`, for engines that serve `before` now.
+    """Returns a policy in folders below `local`, for engines that serve `before` now.
 
-    UserError where it is another version than is said.
+    UserError when the policy has another version than `version`.
 
-    `checked`: all weights are read for NaN. What the gang has made just now is not read once more,
-    for which a reload would wait: the proof of the engines finds NaN too.
+    `checked`: reads all weights to find NaN. Not done for a policy that the trainer has just
+    published, as the reload would wait for it: the probe of the engines finds NaN, too.
     """
     made = read_manifest(store, policy.folder, policy.sha256).weight_version
-    # every token would be taken for another policy's; the base model is version 0 too, and -1 where
+    # otherwise all tokens would have a wrong version; the base model is version 0, too, or -1 where
     # SFT has made another one
     if made not in (None, max(version, 0)):
         raise UserError(f"version={version}: {policy.folder} is weight version {made}")
@@ -60,5 +61,5 @@ def fetched(
 
 
 def weight_hashes(store: Store, policy: ArtifactRef) -> dict[str, str]:
-    """The sha256 of each file of a policy's weights, however it is stored."""
+    """The sha256 of each file of a policy's weights as whole files, also for a delta."""
     return {name: record.sha256 for name, record in whole_files(store, policy).items() if name.endswith(".safetensors")}

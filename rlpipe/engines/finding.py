@@ -1,4 +1,4 @@
-"""Finds the hosts that a run has now."""
+"""Finds the current hosts of a run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from rlpipe.store.run import Run
 
 
 class HostFinder:
-    """The hosts of a run, as they come and go: in child processes of the flow, in services of the
-    run, or in both.
+    """Finds the hosts of a run, which join and leave at any time: child processes of the flow,
+    services of the run, or both.
     """
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService) -> None:
         self._own: list[Host] = [EngineHost(run.config, run.store, work_dir)] if run.config.engines_here else []
         self._services = ServiceFinder(run, ENGINES, start_service)
         self._session: aiohttp.ClientSession | None = None
-        self._remote: dict[Peer, RemoteHost] = {}  # a host is the same one at each look
+        self._remote: dict[Peer, RemoteHost] = {}  # the same object for a host at each call
 
     async def find(self) -> list[Host]:
-        """At least one host that can be reached, waiting for it where none is this process's own.
+        """Returns the hosts that can be reached, at least one; waits for a first one if this
+        process has none of its own.
 
-        EngineError past the wait.
+        EngineError when none joins in time.
         """
         return self._hosts(await (self._services.current() if self._own else self._services.find()))
 
     async def joined(self) -> list[Host]:
-        """The hosts that have joined by now, also those that cannot be reached."""
+        """All hosts that have joined so far, also those that cannot be reached."""
         return self._hosts(await self._services.current())
 
     def _hosts(self, peers: list[Peer]) -> list[Host]:
@@ -43,7 +44,7 @@ class HostFinder:
         return [*self._own, *self._remote.values()]
 
     async def close(self) -> None:
-        """Lets go of them; those that were started for the run are dismissed."""
+        """Releases the hosts; those that were started for the run are dismissed."""
         await self._services.close()
         if self._session is not None:
             await self._session.close()

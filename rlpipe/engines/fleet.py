@@ -1,8 +1,8 @@
-"""The hosts of a run together: what they serve, and which of their engines may sample now.
+"""All hosts of a run: the policy that they serve, and their engines that may sample now.
 
-Hosts come and go at any time. One that leaves, or is lost, is left out at the next look; one that
-joins while an iteration samples is given the weights that the others serve, and takes part as soon
-as its engines are proved.
+Hosts may join and leave at any time. A host that leaves or is lost is left out from the next
+look-up on. A host that joins during sampling gets the weights that the others serve, and takes part
+once its engines are proved.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
 
 log = logging.getLogger(__name__)
-SAY_S = 30.0  # how often it is said that no engine may sample
-FIND_AGAIN_S = 5.0  # how often hosts are looked for while there is something to sample
+SAY_S = 30.0  # how often it is logged that no engine may sample
+FIND_AGAIN_S = 5.0  # how often hosts are searched during sampling
 
 
 class Host(Protocol):
     """The engines of one node."""
 
     name: str
-    files_url: str  # where other hosts get the weights that it fetches; empty where they do not
+    files_url: str  # the URL from which other hosts get the weights that it fetches; empty for none
 
     @property
     def progress(self) -> int:
-        """Another number each time while weights are fetched or loaded: what takes long is waited
-        for, what stands still is not.
+        """A number that changes while weights are fetched or loaded: the pool waits for a slow
+        host, but not for one without progress.
         """
         ...
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
-        """Puts a policy on its engines.
+        """Loads a policy on its engines.
 
-        StoreError: refused before any engine saw it. EngineError: none serves it.
+        StoreError: the policy was refused, and no engine loaded it. EngineError: no engine serves
+        it.
         """
 
-    # its engines give their memory back, until the next `serve`
+    # frees the memory of its engines, until the next `serve`
     async def release(self) -> None: ...
 
     async def clients(self, version: int) -> list[EngineClient]:
         """The engines that were proved to serve `version`.
 
-        EngineUnavailable: not now; another EngineError: none ever will.
+        EngineUnavailable: none can now; another EngineError: none ever will.
         """
         ...
 
     async def close(self) -> None: ...
 
 
-Served = tuple[ArtifactRef, int, Probe, Nearby | None]  # what a host is given to serve
+Served = tuple[ArtifactRef, int, Probe, Nearby | None]  # the arguments of a host's `serve`
 FindHosts = Callable[[], Awaitable[list[Host]]]
 
 
 class Fleet:
-    """All hosts, on the same weights.
+    """All hosts of a run, which serve the same weights.
 
-    `clients`: the engines that may sample, as last looked up; `well_at`: when one was last there,
-    or was on its way, or hosts were waited for (whoever finds them knows for how long).
+    `clients`: the engines that may sample, at the last look-up. `well_at`: the last time at which
+    there was one, a host made progress, or hosts were awaited (which has a timeout of its own).
     """
 
     def __init__(self, find_hosts: FindHosts) -> None:
@@ -74,14 +75,14 @@ class Fleet:
         self.well_at = 0.0
         self._find_hosts = find_hosts
         self._served: Served | None = None
-        self._serving: set[Host] = set()  # those that took what is served
-        self._progress: list[int] = []  # of the hosts, as last looked up
+        self._serving: set[Host] = set()  # hosts that have loaded the served policy
+        self._progress: list[int] = []  # of the hosts, at the last look-up
         self._found_at = 0.0
-        # when it was last asked who may sample; since when none may
+        # the time of the last look-up; the time since when no engine may sample
         self._looked_at = self._silent_at = 0.0
         self._say_s = SAY_S
         self._finding = asyncio.Lock()
-        self._awaiting = False  # hosts are waited for
+        self._awaiting = False  # true while it waits for hosts
 
     @property
     def version(self) -> int | None:
@@ -90,9 +91,9 @@ class Fleet:
         return self._served[1] if self._served else None
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
-        """Puts a policy on all hosts.
+        """Loads a policy on all hosts.
 
-        StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
+        StoreError: it was refused, and hosts serve the old one. EngineError: no host serves it.
         """
         before, self._served = self._served, None
         self.hosts = await self._find_hosts()
@@ -108,9 +109,9 @@ class Fleet:
         self._served = (policy, version, probe, nearby)
 
     async def look_up(self) -> None:
-        """Updates `clients`, the engines that may sample now. A fault of one host costs only that
-        host's engines; the first fault is raised when all hosts have one, and none of them passes
-        by itself."""
+        """Updates `clients`, the engines that may sample now. The fault of one host leaves out only
+        its engines; the first fault is raised when all hosts have a permanent one.
+        """
         assert self.version is not None, "serve comes first"
         outcomes = await asyncio.gather(*(host.clients(self.version) for host in self.hosts), return_exceptions=True)
         faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -124,9 +125,9 @@ class Fleet:
         self._say()
 
     def _say(self) -> None:
-        """Says for how long no engine may sample, every SAY_S, and once when one may again."""
+        """Logs for how long no engine could sample, every SAY_S, and once when one can again."""
         now, before, self._looked_at = time.monotonic(), self._looked_at, time.monotonic()
-        if self.clients or now - before > SAY_S:  # nobody asked for so long
+        if self.clients or now - before > SAY_S:  # no look-up for so long
             if self._say_s > SAY_S and self.clients:
                 log.warning("engines sample again, after %.0f s", now - self._silent_at)
             self._silent_at, self._say_s = now, SAY_S
@@ -140,24 +141,23 @@ class Fleet:
             )
 
     async def keep_taking_in(self) -> None:
-        """Until it is cancelled: hosts that join are given what the others serve, all hosts where
-        no engine may sample.
+        """Gives the served policy to hosts that join, or to all hosts while no engine may sample;
+        runs until it is cancelled.
 
-        EngineError when there is no engine, and no host can be found any more.
+        EngineError when there is no engine, and no host can be found.
         """
         while True:
             await asyncio.sleep(FIND_AGAIN_S)
             if (
                 not self._finding.locked() and time.monotonic() - self._found_at >= FIND_AGAIN_S
-            ):  # calls side by side do it once
+            ):  # concurrent calls do it once
                 async with self._finding:
                     await self._take_in()
                 self._found_at = time.monotonic()
 
     async def release(self, joined: list[Host]) -> None:
-        """The engines of all hosts give their memory back; nothing is served until the next
-        `serve`. `joined`: hosts that another process of the run may have had serve something,
-        beside those of this one.
+        """Frees the memory of the engines of all hosts; none serves until the next `serve`.
+        `joined`: further hosts, on which another process of the run may have loaded a policy.
         """
         self._served, self.clients, self._serving = None, [], set()
         await asyncio.gather(*(host.release() for host in {*self.hosts, *joined}))
@@ -179,11 +179,11 @@ class Fleet:
             self._awaiting = False
         self.hosts, served = hosts, self._served
         waiting = [host for host in hosts if host not in self._serving or not self.clients]
-        if waiting and served is not None:  # what faults there are says the next look-up
+        if waiting and served is not None:  # the next look-up raises the faults
             await self._put(waiting, served)
 
     async def _put(self, hosts: list[Host], served: Served) -> list[BaseException]:
-        """Asks hosts to serve a policy; the faults of those that do not."""
+        """Makes hosts serve a policy; returns the faults of those that do not."""
         outcomes = await asyncio.gather(*(host.serve(*served) for host in hosts), return_exceptions=True)
         self._serving = (self._serving - {*hosts}) & {*self.hosts}
         for host, outcome in zip(hosts, outcomes, strict=True):

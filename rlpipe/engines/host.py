@@ -1,5 +1,5 @@
-"""The engines of one node: brings weights to them, proves that they serve them, and restarts what
-died or hangs.
+"""The engines of one node: loads weights, proves that the engines serve them, and restarts engines
+that died or hang.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RESTARTS_MAX = 5  # of an engine within one start of a run
 
 @dataclass(eq=False, repr=False)
 class EngineHost:
-    """Owns `engines.count` engine processes, all on the weights that it was last told to serve.
+    """Owns `engines.count` engine processes, all on the weights of the last `serve`.
 
-    `address`: where the engines listen. `keys`: API key and admin key of the engines; `relay`:
-    passes weights on to the hosts of other nodes.
+    `address`: on which the engines listen. `keys`: API key and admin key of the engines. `relay`:
+    serves weights to the hosts of other nodes.
     """
 
     config: PipelineConfig
@@ -55,7 +55,8 @@ class EngineHost:
     address: str = "127.0.0.1"
     keys: tuple[str, str] = field(default_factory=lambda: (secrets.token_hex(16), secrets.token_hex(16)))
     relay: Relay | None = None
-    files_url: str = field(default="", init=False)  # the flow's own host is asked by nobody
+    # empty: no host fetches from the flow's own host
+    files_url: str = field(default="", init=False)
     engines: list[Engine] = field(default_factory=list, init=False)
     _file_keys: dict[str, str] = field(default_factory=dict, init=False)
     weights: Weights | None = field(default=None, init=False)
@@ -64,23 +65,24 @@ class EngineHost:
     _watches: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _fetching: bool = field(default=False, init=False)
-    # policies in a row that were lost on their way from the trainer
+    # consecutive policies that failed to arrive from the trainer's memory
     _spoilt: int = field(default=0, init=False)
 
-    # what the pool asks
+    # calls of the pool
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
-        """Puts a policy on all engines, starting them if need be; nothing to do when they serve it.
+        """Loads a policy on all engines, and starts them if needed; does nothing when they serve it
+        already.
 
-        One canary first, then all. An engine that fails is restarted on the new weights beside the
-        work of the others. UserError or StoreError before any engine sees weights that do not fit;
-        EngineError when no engine serves them.
+        UserError or StoreError for weights that do not fit, before any engine loads them;
+        EngineError when no engine serves them. One canary loads first, then all others. An engine
+        that fails is restarted on the new weights while the others work.
         """
         async with self._serving:
             if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
                 return
             for engine in self.engines:
-                # of another policy with this number, which was never committed
+                # this version was another policy, which was never committed
                 if engine.proved == version:
                     engine.proved = None
             received = await self._receive(policy, version, probe, nearby)
@@ -96,14 +98,14 @@ class EngineHost:
                 return
             self.weights = weights
             await self._reload(weights, received)
-            # an engine that is being restarted may still read older ones
+            # an engine that is being restarted may still read older weights
             local = self.work_dir / "weights"
             read = [weights, *(engine.restarting_on for engine in self.engines if engine.restarting_on)]
             kept = {local / BASES, *(one.folder for one in read), *(one.materialised for one in read)}
             await asyncio.to_thread(prune, local, kept)
 
     async def release(self) -> None:
-        """Every engine gives its memory back, or has ended, until the next `serve`.
+        """Frees the memory of every engine, or ends the engine, until the next `serve`.
 
         No request may be in flight.
         """
@@ -112,8 +114,8 @@ class EngineHost:
 
     @property
     def progress(self) -> int:
-        """Bytes on disk while weights are fetched; seconds while engines load them, as each load
-        has a deadline of its own.
+        """Bytes on disk while weights are fetched; the clock, in seconds, while engines load them,
+        as each load has a deadline of its own; else 0.
         """
         if self._fetching:
             return folder_bytes(self.work_dir / "weights")
@@ -121,10 +123,10 @@ class EngineHost:
         return int(time.monotonic()) if loading else 0
 
     async def clients(self, version: int) -> list[EngineClient]:
-        """The engines that may sample `version`; EngineError when none ever will again."""
+        """The engines that may sample `version`. EngineError when all engines are given up."""
         for watch in self._watches:
             if watch.done():
-                watch.result()  # a fault of the watch itself
+                watch.result()  # raises a fault of the watch itself
         if self.engines and all(engine.given_up for engine in self.engines):
             raise EngineError(self.engines[0].given_up)
         return [engine.client for engine in self.engines if engine.proved == version]
@@ -143,16 +145,16 @@ class EngineHost:
         return fetched(self.config, store, policy, version, probe, local, self.weights, checked=nearby is None)
 
     def _keys_of(self, nearby: Nearby | None) -> dict[str, str]:
-        """The bearer keys of what serves files to this run, where any is to be asked."""
+        """The bearer keys of the nodes that serve files to this run, read only if any is needed."""
         if nearby and (nearby.servers or nearby.sender):
-            # those that were read last will do while the store is away
+            # while the store is unavailable, those that were read last are used
             with contextlib.suppress(OSError), hurrying():
                 self._file_keys = file_keys(self.store, f"runs/{self.config.run}")
         return self._file_keys
 
     async def _receive(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> list[Engine]:
-        """The engines that have got a policy from the trainer's memory, and were proved; all others
-        are to load it from disk.
+        """Transfers a policy from the trainer's memory to engines. Returns the engines that
+        received it and were proved; all others must load it from disk.
         """
         before, sender = self.weights, nearby.sender if nearby else None
         receivers = [engine for engine in self.engines if before and sender and engine.serves(before.version)]
@@ -171,8 +173,8 @@ class EngineHost:
                 log.warning("weight version %d is read from disk, not from the trainer (%s)%s", version, error, onward)
                 return []
             self._spoilt = 0
-            # where the trainer's own answers of the two are equal, they may have the same weights,
-            # and the proof knows it
+            # the two versions may have the same weights if the trainer's answers are equal; `stale`
+            # allows for that
             weights = replace(before, version=version, probe=probe, differs_from=before.version)
             proofs = await asyncio.gather(
                 *(self._prove(engine, weights) for engine in receivers), return_exceptions=True
@@ -182,12 +184,12 @@ class EngineHost:
             return [engine for engine, fault in zip(receivers, proofs, strict=True) if fault is None]
 
     async def _reload(self, weights: Weights, received: list[Engine]) -> None:
-        """The first engine that reloads is the canary.
+        """Loads weights on the engines that have not `received` them; the first one is the canary.
 
-        When none can, and none has `received` them, one is restarted: if that fails, the weights
-        are at fault.
+        When none can load, and none has received them, one engine is restarted: if that fails, too,
+        the weights are at fault.
         """
-        # an engine that hangs or is being restarted would make all others wait for it
+        # last, as all others would wait for a canary that hangs or is being restarted
         living = sorted(
             (engine for engine in self.engines if not engine.given_up and engine not in received),
             key=lambda engine: engine.restarting_on is not None or engine.unwell_since is not None,
@@ -211,10 +213,10 @@ class EngineHost:
         raise EngineError(self.engines[0].given_up)
 
     async def _put(self, engine: Engine, weights: Weights) -> bool:
-        """Loads and proves weights on a running engine; False when it has to be restarted."""
+        """Loads weights on a running engine and proves them. False when it must be restarted."""
         async with engine.control:
             if weights is not self.weights:
-                return True  # newer ones came while this waited, and whoever brought them puts them
+                return True  # there are newer weights by now, which another call loads
             engine.proved = None
             try:
                 await engine.wake()
@@ -226,13 +228,13 @@ class EngineHost:
             return True
 
     async def _prove(self, engine: Engine, weights: Weights) -> None:
-        """EngineError where it does not serve them."""
+        """Proves that the engine serves `weights`. EngineError when it does not."""
         engine.answered = await prove(engine.client, weights, self.config.model, engine.answered)
         engine.proved, engine.unwell_since = weights.version, None
 
     async def _start(self, weights: Weights) -> None:
-        """Starts all engines and waits until each is proved; a fault here is the configuration's,
-        so it is not retried.
+        """Starts all engines and waits until each is proved. A fault here is one of the
+        configuration, and is not retried.
         """
         self.weights = weights
         self._session = new_session()
@@ -246,11 +248,11 @@ class EngineHost:
     def _engine(self, index: int) -> Engine:
         assert self._session is not None
         name = f"{self.name}-{index}"
-        address = EngineAddress(index, self.address, 0, self.keys)  # of its port too
+        address = EngineAddress(index, self.address, 0, self.keys)  # the port is set at each start
         client = kind_of(self.config.engines.kind).client(name, address.url, self._session, self.keys)
         service = Service(
             name=name,
-            argv=[],  # set at each start: it names the newest weights, and a port that is free then
+            argv=[],  # set at each start, with the newest weights and a free port
             log_path=self.work_dir / f"{name}.log",
             ready=lambda: answers(client.url + client.ready_path),
             environment=environment_of(self.config, address),
@@ -261,7 +263,8 @@ class EngineHost:
     async def _launch(self, engine: Engine, weights: Weights) -> None:
         """Starts an engine process and proves it.
 
-        EngineError when it does not come up, another RuntimeError past its budget.
+        EngineError when it does not start, another RuntimeError when its budget of restarts is
+        spent.
         """
         engine.move_to(free_port())
         engine.service.ready_timeout_s = READY_TIMEOUT_S + reading_s(weights.folder)
@@ -276,7 +279,8 @@ class EngineHost:
         await self._prove(engine, weights)
 
     async def _restart(self, engine: Engine) -> None:
-        """Brings an engine back on the newest weights, or gives it up once its budget is spent.
+        """Restarts an engine on the newest weights, or gives it up once its budget of restarts is
+        spent.
 
         The caller holds `control`.
         """
@@ -299,23 +303,23 @@ class EngineHost:
     # the watch
 
     async def _watch(self, engine: Engine) -> None:
-        """Looks after one engine for as long as the host lives: dead, hung, broken or behind the
-        newest weights.
+        """Watches one engine for as long as the host runs: restarts it when it is dead, hung or
+        broken, and reloads it when its weights are not the newest.
         """
         looked_at = time.monotonic()
         while not engine.given_up:
             await asyncio.sleep(WATCH_S)
             if self._serving.locked():
-                continue  # it is being reloaded: paused is not dead
+                continue  # during a reload engines are paused, not dead
             async with engine.control:
                 if engine.released:
-                    continue  # dead or not: its memory is another's now
+                    continue  # dead or not, its memory belongs to the trainer now
                 if engine.proved is None or time.monotonic() - looked_at > HEALTH_S or not engine.service.alive():
                     looked_at = time.monotonic()
                     await self._look_after(engine)
             assert self.weights is not None
             if engine.proved not in (None, self.weights.version) and not self._serving.locked():
-                # it was being restarted when the others were reloaded
+                # it was being restarted while the others were reloaded
                 await self._put(engine, self.weights)
 
     async def _look_after(self, engine: Engine) -> None:

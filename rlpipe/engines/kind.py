@@ -1,5 +1,6 @@
-"""The kinds of engines: all that differs between SGLang, which the core knows, and those that are
-extras."""
+"""The kinds of engines: everything that differs between SGLang, which is in the core, and the kinds
+that are extras.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from rlpipe.engines.weights import Weights
 class EngineKind(ABC):
     """One kind of engine.
 
-    `package`: the one that the interpreter `engines.python` must have; empty: rlpipe's own, which
-    runs in this interpreter. `loads_adapters`: an adapter may be loaded beside its base.
+    `package`: the package that the interpreter `engines.python` must have; empty for rlpipe's own
+    engine, which runs in this interpreter. `loads_adapters`: the engine can load an adapter onto
+    its base.
     """
 
     package: ClassVar[str]
@@ -31,18 +33,17 @@ class EngineKind(ABC):
 
     @abstractmethod
     def argv(self, config: PipelineConfig, weights: Weights, listen: list[str]) -> list[str]:
-        """The command of an engine on `weights`; `listen`: the flags of its address."""
+        """The command that starts an engine on `weights`; `listen`: the flags of its address."""
 
     def variables(self, config: PipelineConfig, api_key: str) -> dict[str, str]:
-        """The environment variables that it needs, beside those of every engine."""
+        """The environment variables that it needs, in addition to those of every engine."""
         return {}
 
     def readable(self, folder: Path) -> Path:
-        """The folder of a policy as this kind reads it, which may be another one."""
+        """The folder from which this kind reads the policy in `folder`; may be another one."""
         return folder
 
 
 def kind_of(name: str) -> EngineKind:
-    """The kind of that name, as `engines.kind` writes it; UserError where this installation lacks
-    its extra."""
+    """The kind with the name `engines.kind`. UserError when this installation lacks its extra."""
     return opened(ENGINES[name], f"engines.kind={name!r}")

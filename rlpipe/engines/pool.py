@@ -1,9 +1,9 @@
-"""The pool: spreads rollouts over engines, bounds what is in flight, sends what a lost engine left
-to another one.
+"""The engine pool: distributes rollouts over engines, limits the requests in flight, and continues
+the rollouts of a lost engine on others.
 
-A request has no deadline but progress: an engine none of whose requests has had a token for
-`engines.progress_timeout_s` is given up. So a completion may take hours, and one that waits in the
-engine's own queue is no fault. What a killed engine had sampled is kept.
+A request has no deadline; an engine is given up when none of its requests has had a token for
+`engines.progress_timeout_s`. So a completion may take hours, and may wait in the engine's own
+queue. The tokens that a killed engine had sampled are kept.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from rlpipe.engines.weights import Probe
 from rlpipe.store.nearby import Nearby
 
 log = logging.getLogger(__name__)
-FAULTS_MAX = 10  # of a rollout, without a token between them
-# an engine that failed gets nothing for so long, doubled with each fault in a row
+FAULTS_MAX = 10  # of a rollout, without a token in between
+# an engine that failed gets no requests for so long; doubled with each consecutive fault
 REST_FIRST_S, REST_MAX_S = 0.2, 30.0
-# tokens, of which an engine that repeats prompts gets one at first: its computation takes longer
-# than a way there and back
+# tokens; an engine that repeats prompts first gets a single request with a prompt of this length or
+# more, as computing it takes longer than a round trip
 LONG_PROMPT = 512
-LOOK_AGAIN_S = 0.5  # how often hosts are asked which engines may sample
-GIVEN_UP_S = 30.0  # for a request that has no token for `progress_timeout_s` to be given up
+LOOK_AGAIN_S = 0.5  # how often hosts are asked for the engines that may sample
+GIVEN_UP_S = 30.0  # to give up a request that had no token for `progress_timeout_s`
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """All completions wanted for one prompt: they go to one engine where it has room, and it
-    computes the prompt once.
+    """The request for all completions of one prompt. They go to one engine as far as it has room,
+    so that it computes the prompt once.
 
-    `prior`: what is there of each completion already, `NOTHING_YET` for nothing; a finished one is
-    not sampled again, an unfinished one goes on where it was cut short. Example:
+    `prior`: the tokens that each completion has already, `NOTHING_YET` for none; a finished one is
+    not sampled again, a partial one continues after its last token. Example:
     GroupRequest("words/17", [5, 9, 300], params, [NOTHING_YET] * 8)
     """
 
     prompt_id: str
     prompt_tokens: list[int]
-    params: list[Sampling]  # one per completion; max_new_tokens counts the prior tokens too
+    params: list[Sampling]  # one per completion; max_new_tokens includes the prior tokens
     prior: list[Completion]
-    home: str = ""  # the engine that has computed the beginning already, where one has
+    home: str = ""  # the engine that has computed the prefix already; empty for none
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens and self.params, f"{self.prompt_id} asks for nothing"
@@ -61,36 +61,36 @@ class GroupRequest:
 
 
 OnGroup = Callable[[int, list[Completion]], Awaitable[None]]
-NextTurn = tuple[Sampling, Completion]  # how a rollout goes on, and what there is of it
+NextTurn = tuple[Sampling, Completion]  # the parameters of the next turn, and the completion so far
 OnRollout = Callable[[int, int, Completion], Awaitable[NextTurn | None]]
 
 
 @dataclass
 class Anchor:
-    """The engine that computes a rollout's prefix: shared by its group in the first turn, its own
-    later.
+    """The engine that computes a rollout's prefix: in the first turn shared by its group, later the
+    rollout's own.
 
-    `computed`: per engine, set once the first request that it got has a token or has ended. The
-    other requests there wait for it, each in its seat, where the engine would compute the prefix
-    for each.
+    `computed`: per engine, set once its first request has a token or has ended. On an engine that
+    would otherwise compute the prefix for each request, the other requests wait for it, each in its
+    seat.
     """
 
     engine: str = ""
-    num_tokens: int = 0  # of a prefix that several rollouts share
+    num_tokens: int = 0  # of a prefix that several rollouts share; else 0
     computed: dict[str, asyncio.Event] = field(default_factory=dict)
 
 
 class EnginePool:
-    """The engines of all hosts as one place to send rollouts to."""
+    """Samples rollouts on the engines of all hosts."""
 
     def __init__(self, find_hosts: FindHosts, in_flight_max: int, progress_timeout_s: float) -> None:
         self.fleet = Fleet(find_hosts)
         self.in_flight_max = in_flight_max
         self.progress_timeout_s = progress_timeout_s
         self._loads: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
-        self._changed = asyncio.Condition()  # an engine has room, or is back
-        self._entrance = asyncio.Lock()  # calls are begun in the order in which they come
-        self._num_calls = 0  # of `generate` that have not ended
+        self._changed = asyncio.Condition()  # an engine has room, or is available again
+        self._entrance = asyncio.Lock()  # calls begin in the order in which they arrive
+        self._num_calls = 0  # calls of `generate` in progress
         self._last_ended = asyncio.Event()
 
     @property
@@ -102,15 +102,15 @@ class EnginePool:
 
     @property
     def heard_at(self) -> float:
-        """When a token of any rollout came last."""
+        """The time of the last token of any rollout."""
         return max((load.heard_at for load in self._loads.values()), default=0.0)
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
-        """Puts a policy on all hosts.
+        """Loads a policy on all hosts.
 
-        StoreError: it was refused and the old one keeps serving. EngineError: no host serves it.
+        StoreError: it was refused, and hosts serve the old one. EngineError: no host serves it.
 
-        `nearby`: where its files are beside the store, which may not have them yet.
+        `nearby`: further places of its files, as the store may not have them yet.
         """
         await self.fleet.serve(policy, version, probe, nearby)
 
@@ -121,17 +121,17 @@ class EnginePool:
         enough: asyncio.Event | None = None,
         on_rollout: OnRollout | None = None,
     ) -> list[list[Completion]]:
-        """The completions of every group, in order; EngineError when a rollout found no engine
-        within its bounds.
+        """Samples the completions of every group; returns them in order. EngineError when a rollout
+        found no engine within its limits.
 
         `on_rollout` (index of the group, of the rollout, completion) is awaited as each rollout
-        finishes; what it returns is the rollout's next turn. `on_group` (index, completions) is
-        awaited as each group finishes. Once `enough` is set, what runs is cut short and what waits
-        is not started: unfinished completions are answered with `finish_reason` "abort".
+        finishes, and returns its next turn or None. `on_group` (index, completions) is awaited as
+        each group finishes. Once `enough` is set, running requests are aborted and waiting ones are
+        not started: unfinished completions have the `finish_reason` "abort".
         """
         assert self.version is not None, "serve comes first"
         enough = enough or asyncio.Event()
-        # engines that are only being started get their time too
+        # the timeout starts now, also for engines that are still starting
         self.fleet.well_at = time.monotonic()
         self._num_calls += 1
         try:
@@ -154,7 +154,7 @@ class EnginePool:
                 for watcher in watchers:
                     watcher.cancel()
         except ExceptionGroup as failures:
-            # one rollout's fault says it; hundreds of them say no more
+            # the faults of all rollouts are alike: one is enough
             raise failures.exceptions[0] from None
         finally:
             self._num_calls -= 1
@@ -163,11 +163,11 @@ class EnginePool:
         return completions
 
     async def release(self, joined: list[Host]) -> None:
-        """The engines of all hosts, and of those that have `joined`, give their memory back;
-        nothing is served until the next `serve`.
+        """Frees the memory of the engines of all hosts, and of those that have `joined`; none
+        serves until the next `serve`.
 
-        Whoever samples still is waited for. EngineError: none of it has had a token for so long
-        that it should have been given up.
+        Waits for calls that still sample. EngineError when these had no token for so long that they
+        should have been given up.
         """
         since = time.monotonic()
         while self._num_calls:
@@ -190,8 +190,8 @@ class EnginePool:
             await asyncio.sleep(LOOK_AGAIN_S)
             await self.fleet.look_up()
             seats = sum(self.in_flight_max - self._loads[client.name].in_flight for client in self.fleet.clients)
-            # thousands may wait: without an end to tell them of, only
-            # those are woken that have a seat
+            # thousands may wait: unless all must end, only as many are woken as there are free
+            # seats
             async with self._changed:
                 self._changed.notify(
                     seats
@@ -205,7 +205,7 @@ class EnginePool:
         on_rollout: OnRollout | None,
         enough: asyncio.Event,
     ) -> Completion:
-        """Samples one rollout, turn after turn."""
+        """Samples one rollout, turn by turn."""
         params, prior = group.params[place[1]], group.prior[place[1]]
         while True:
             completion = await self._turn(group, params, prior, home, enough)
@@ -220,8 +220,8 @@ class EnginePool:
     async def _turn(
         self, group: GroupRequest, params: Sampling, prior: Completion, home: Anchor, enough: asyncio.Event
     ) -> Completion:
-        """Samples what is missing of one rollout, on one engine after another until it is all
-        there.
+        """Samples the rest of one turn of a rollout; after a fault it continues on another
+        engine.
         """
         completion, num_faults, since = prior, 0, time.monotonic()
         while not completion.finished and not enough.is_set():
@@ -243,8 +243,8 @@ class EnginePool:
                 log.info(
                     "a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault
                 )
-                # engines that refuse connections use up attempts in no
-                # time: both bounds have to be passed
+                # engines that refuse connections use up attempts at once: both limits must be
+                # exceeded
                 if num_faults >= FAULTS_MAX and time.monotonic() - since > self.progress_timeout_s:
                     raise EngineError(
                         f"{group.prompt_id} was given up after {num_faults} attempts without a token; last: {fault}"
@@ -254,13 +254,14 @@ class EnginePool:
     async def _ask_in_order(
         self, client: EngineClient, request: SampleRequest, home: Anchor, enough: asyncio.Event
     ) -> tuple[Completion, EngineUnavailable | None]:
-        """Returns `_ask`'s result. The request waits for the first one with this prefix, where that
-        saves computing the prefix again."""
+        """Returns `_ask`'s result. The request waits for the first one with this prefix, where the
+        engine would otherwise compute it again.
+        """
         computed = home.computed.get(client.name)
         if computed is None:
             computed = home.computed[client.name] = asyncio.Event()
         elif client.repeats_prompts and home.num_tokens >= LONG_PROMPT:
-            await computed.wait()  # when there is enough, the first one ends too
+            await computed.wait()  # the first one also ends when `enough` is set
             if enough.is_set():
                 return NOTHING_YET, None
         try:
@@ -271,23 +272,24 @@ class EnginePool:
     async def _ask(
         self, client: EngineClient, request: SampleRequest, enough: asyncio.Event, computed: asyncio.Event
     ) -> tuple[Completion, EngineUnavailable | None]:
-        """Returns the completion that one engine sampled, and the fault that ended it early. An
-        engine that failed gets no more requests for a while."""
+        """Returns the completion that one engine sampled, and the fault that ended it early, if
+        any. An engine that failed gets no requests for a while.
+        """
         assert self.version is not None
         load = self._loads[client.name]
         sampled, fault = await ask(client, request, self.version, load, self.progress_timeout_s, enough, computed)
         if fault is None:
             load.faults = 0
         elif time.monotonic() >= load.rest_until:
-            # all that were in flight fail together: that is one fault
+            # all requests in flight fail together, which counts as one fault
             log.warning("%s gets nothing for a while, its rollouts go elsewhere: %s", client.name, fault)
             load.rest_until = time.monotonic() + min(REST_FIRST_S * 2**load.faults, REST_MAX_S)
             load.faults += 1
         return sampled, fault
 
     async def _take_seat(self, home: Anchor, enough: asyncio.Event) -> EngineClient | None:
-        """Takes a seat, at home where there is one, else on the engine that has the fewest in
-        flight; None once `enough` is set.
+        """Takes a seat for a request: at the home engine if it has room, else on the engine with
+        the fewest requests in flight. None once `enough` is set.
         """
         async with self._changed:
             while not enough.is_set():
@@ -303,9 +305,9 @@ class EnginePool:
                     return client
                 if time.monotonic() - self.fleet.well_at > self.progress_timeout_s:
                     raise EngineError(f"no engine was well for {self.progress_timeout_s:g} s: see the engines' logs")
-                # those for whom there is a seat are woken at least every LOOK_AGAIN_S
+                # as many as there are free seats are woken at least every LOOK_AGAIN_S
                 await self._changed.wait()
-            self._changed.notify()  # the seat that this was woken for is another's
+            self._changed.notify()  # another one may take the seat for which this was woken
         return None
 
     def _has_room(self, name: str) -> bool:
@@ -315,7 +317,7 @@ class EnginePool:
 
 
 async def _group(number: int, rollouts: list[asyncio.Task[Completion]], on_group: OnGroup | None) -> list[Completion]:
-    """The completions of one group, once all are there."""
+    """Waits for all completions of one group and returns them."""
     completions = await asyncio.gather(*rollouts)
     if on_group is not None and all(completion.finished for completion in completions):
         await on_group(number, completions)
@@ -324,13 +326,14 @@ async def _group(number: int, rollouts: list[asyncio.Task[Completion]], on_group
 
 def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: Completion) -> SampleRequest:
     """The request for the rest of a rollout's turn, which began with `prior`. A rollout that
-    continues on another engine does so with other random numbers."""
+    continues on another engine gets another seed.
+    """
     left = params.max_new_tokens - len(so_far.tokens)
     assert left > 0, f"{group.prompt_id}: a completion with all its tokens is finished"
     gained = len(so_far.tokens) - len(prior.tokens)
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
-    # random: the same rollout may still run on an engine that was given up; equal
-    # lengths: no id is a prefix of another
+    # a random id: the same rollout may still run on an engine that was given up; of equal length,
+    # so that none is a prefix of another
     return SampleRequest(
         uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), replace(params, max_new_tokens=left, seed=seed)
     )

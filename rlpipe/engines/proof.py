@@ -1,11 +1,11 @@
-"""Proves that an engine serves the weights that it was given: a label that says so proves nothing.
+"""Proves that an engine serves the weights that it has loaded; its version label proves nothing.
 
-Three things have to hold. Its answer to the probe is near the trainer's: a wrong model is off by 1
-or more. In bfloat16 that tells nothing of one small step, as engine and trainer round differently
-by more than a step moves the answer, and the old policy's answer is as near as the new one's. So an
-engine that reloaded is held against itself, where the files differ from those before: the checksum
-of the weights in its memory, where it has one, is another one than before; and its answer moved as
-the trainer's did, not as that of an engine that did not move at all.
+Three conditions must hold. First, its logprobs of the probe are near the trainer's; those of a
+wrong model differ by 1 or more. In bfloat16 this cannot detect one small step: engine and trainer
+round differently by more than a step changes the logprobs, so the old policy is as near as the new
+one. So where the files differ from those before, an engine that reloaded is also compared with
+itself. Second, the checksum of the weights in its memory, if it has one, must have changed; third,
+its logprobs must have changed as the trainer's have.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from rlpipe.engines.client import EngineClient
 from rlpipe.engines.weights import Probe, Weights
 
 log = logging.getLogger(__name__)
-# |engine - trainer| of the probe's logprobs: the mean; where there are
-# experts, in bfloat16, the median
+# the largest |engine - trainer| of the probe's logprobs: of the mean; with experts in bfloat16 of
+# the median
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
-EXPERTS = re.compile(r"(moe_)?num(_local)?_experts|n_(routed_)?experts")  # of a model's config.json
-# Least part of what it misses the trainer's move by that an engine's answer moves by. With old
-# weights it moves by nothing, with new ones by 0.6 to 1.2 of it: seen of steps from 1e-6 to 1e-4 in
-# bfloat16, where nearness to the trainer's new or old answer was a toss of a coin
+# fields of a model's config.json
+EXPERTS = re.compile(r"(moe_)?num(_local)?_experts|n_(routed_)?experts")
+# The least ratio of an engine's change to its distance from the trainer's change (both mean
+# |logprob|). It is 0 with old weights and 0.6 to 1.2 with new ones, measured in bfloat16 with steps
+# from 1e-6 to 1e-4, where the distance to the trainer's new and old logprobs cannot tell them apart
 MOVED_MIN = 0.1
-# What it misses that by, on average, where rounding alone may be why: behind a tiny learning rate
-# (a warm-up's first step, a schedule's last) some bits of the weights change, and the trainer's
-# answer moves at one token where an engine's moves at none
+# The distance from the trainer's change that rounding alone may cause: at a tiny learning rate (the
+# first step of a warm-up, the last of a schedule) only some bits of the weights change, and the
+# trainer's logprobs may change at one token, the engine's at none
 UNSEEN = {"float32": 1e-6, "bfloat16": 1e-3}
 
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """The answer of an engine when it was proved. `scored`: logprobs of the probe; `checksum`: of
-    the weights in its memory, empty where it has none."""
+    """The answers of an engine when it was proved. `scored`: its logprobs of the probe; `checksum`:
+    of the weights in its memory, empty for an engine without checksums.
+    """
 
     version: int
     probe: Probe
@@ -50,9 +52,10 @@ class ProbeAnswer:
 
 
 async def prove(client: EngineClient, weights: Weights, model: ModelConfig, before: ProbeAnswer | None) -> ProbeAnswer:
-    """The engine's answer, which proves that it serves `weights`; EngineError where it does not.
+    """Proves that the engine serves `weights`, and returns its answers. EngineError when it does
+    not.
 
-    `before`: what it answered last, since it was started.
+    `before`: its previous answers since its start.
     """
     if (reported := await client.weight_version()) != weights.version:
         raise EngineError(f"{client.name} reports weight version {reported}, not {weights.version}")
@@ -67,12 +70,12 @@ async def prove(client: EngineClient, weights: Weights, model: ModelConfig, befo
 
 
 def off(answer: ProbeAnswer, dtype: str, experts: bool) -> str:
-    """Says how far an engine's logprobs are from the trainer's, where that is too far; empty
+    """Describes the distance of an engine's logprobs from the trainer's if it is too large; empty
     otherwise.
 
-    Where two experts are nearly as good as each other, rounding decides which one a token goes to,
-    and that token's logprob is off by much: with right weights too, in bfloat16 for many tokens,
-    but not for most.
+    With experts, rounding decides between two of nearly equal weight, and changes the token's
+    logprob by much, also with the right weights: in bfloat16 for many tokens, but not for most.
+    Hence the median.
     """
     distances = [
         abs(logprob - expected) for logprob, expected in zip(answer.scored, answer.probe.logprobs, strict=True)
@@ -86,14 +89,14 @@ def off(answer: ProbeAnswer, dtype: str, experts: bool) -> str:
 
 
 def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
-    """Why an engine must have the weights that it had `before`, though their files differ from the
-    new ones; empty where it need not.
+    """Describes the evidence that an engine still has the weights of `before`, though the files of
+    the new ones differ; empty without evidence.
 
-    The trainer's answer of an adapter is not asked: an engine has it merged, and rounds away what
-    is too small for the weights.
+    With an adapter the trainer's logprobs are not compared: an engine has it merged into the base,
+    where rounding may remove small changes.
     """
-    # other files with the same weights: those of the hub, and what the trainer
-    # saved when it left all steps out
+    # other files may have the same weights: the hub's, and those that the trainer saved after an
+    # iteration without steps
     if answer.probe == before.probe:
         return ""
     if answer.checksum and answer.checksum == before.checksum:
@@ -112,7 +115,7 @@ def stale(answer: ProbeAnswer, before: ProbeAnswer, model: ModelConfig) -> str:
 
 
 def has_experts(folder: Path) -> bool:
-    """True when the layers of the model in `folder` choose among experts."""
+    """True when the model in `folder` has experts."""
     config = json.loads((folder / "config.json").read_text())
     fields = {**config, **(config.get("text_config") or {})}
     return any(EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1 for name, value in fields.items())

@@ -1,15 +1,15 @@
-"""Engines get a policy from the trainer's memory: this host asks the trainer to send, and engines
-to receive, one bucket after the other.
+"""Transfers a policy from the trainer's memory to engines, bucket by bucket: this host requests the
+trainer to send, and the engines to receive.
 
-    the trainer offers: where to meet, and what it will send; nothing has changed yet
-    engines: paused, in the group -> a bucket each time the trainer sends one -> flushed, labelled;
-        still paused
-    the trainer: the hashes of what it sent, which must be those of the policy's files
-    engines: out of the group, go on; then they are proved, as after a load from disk
+    trainer: offers the address of the group, and the tensors to come; nothing has changed yet
+    engines: pause, join the group -> receive each bucket that the trainer sends -> flush their
+        caches, set the version label; still paused
+    trainer: answers with the hashes of what it sent, which must be those of the policy's files
+    engines: leave the group, continue; then they are proved, as after a load from disk
 
-A group is made for one policy and ended behind it: an engine that was restarted has none to join
-again. After a fault engines stay paused, as they may hold parts of two policies, until they have
-read one from disk, or were restarted.
+A group is made for one policy and ended after it, so an engine that was restarted need not join
+again. After a fault engines stay paused, as they may have parts of two policies, until they have
+loaded one from disk, or were restarted.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlpipe.services.calls import http_call, json_of
 from rlpipe.services.registration import FILES
 
 log = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
-SEND_TIMEOUT_S = 1800.0  # for all of a policy; the trainer gives up far earlier where nothing moves
+CALL_TIMEOUT_S = 60.0  # rank 0 answers within 20 s, with "running" for a job that takes longer
+SEND_TIMEOUT_S = 1800.0  # for a whole policy; without progress the trainer gives up far earlier
 BUSY_RETRY_S = 0.2
-# policies in a row that are lost in the middle: each may cost engines,
-# which wait for the rest, a restart
+# consecutive policies whose transfer fails: after each, engines that wait for the rest may need a
+# restart
 SPOILT_MAX = 2
 OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 
 
 class Transfer:
-    """One policy on its way from the memory of a gang to engines of this host, whose `control` the
-    caller holds. `keys`: bearer keys by the URL of files.
+    """The transfer of one policy from the trainer's memory to engines of this host, whose `control`
+    the caller holds. `keys`: bearer keys by the URL of files.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Transfer:
     ) -> None:
         self._sender, self._engines = sender, engines
         self._key = sender.key or keys.get(sender.url + FILES, "")
-        self._ranks = max(1, len(config.engines.gpu_ids) // config.engines.count)  # of an engine
+        self._ranks = max(1, len(config.engines.gpu_ids) // config.engines.count)  # per engine
         self._backend = "nccl" if config.engines.gpu_ids else "gloo"
 
     async def receive(self, serving: Path, version: int, files: dict[str, str]) -> None:
-        """Puts the policy in place of the one before on all engines, and lets them go on.
+        """Loads the policy on all engines in place of the one before, and continues generation.
 
-        They have to be proved.
+        The caller must prove them afterwards.
 
         `serving`: a folder with tensors of the same names and shapes; `files`: the sha256 of the
-        policy's files of weights. StoreError where the policy does not fit, EngineError where it
-        did not arrive whole, or another one did: whoever had begun is not proved any more.
+        policy's files of weights. StoreError when the policy does not fit; EngineError when it did
+        not arrive whole, or was another one: engines that had begun are then not proved any more.
         """
         name, began = secrets.token_hex(8), time.monotonic()
         receivers = self._ranks * len(self._engines)
@@ -83,7 +83,7 @@ class Transfer:
         )
         try:
             received = await asyncio.gather(*receiving, return_exceptions=True)
-            if any(received):  # nobody is left to send to: the gang may have other work first
+            if any(received):  # no receiver is left: the trainer may be busy with another job first
                 sending.cancel()
             outcomes = [*await asyncio.gather(sending, return_exceptions=True), *received]
         finally:
@@ -103,8 +103,8 @@ class Transfer:
             raise EngineError(f"{self._sender.url} offers what is not understood: {error!s:.300}") from error
 
     async def _ask(self, job: str, body: JsonDict) -> JsonDict:
-        """The result of a job of the gang, which is done once however often it is asked;
-        EngineError where it does not do it.
+        """Requests a job of the trainer until it is done (the trainer does it once); returns its
+        result. EngineError when the trainer refuses it.
         """
         url, deadline = f"{self._sender.url}/{job}", time.monotonic() + SEND_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -117,8 +117,8 @@ class Transfer:
                 raise EngineError(f"the trainer does not answer: {error}") from error
             if status == 200:
                 return answer["result"]
-            # of a gang that is busy with its policy another host has its
-            # turn; of one that trains it is gone
+            # a trainer that is busy at this position sends to another host, so wait; one that
+            # trains has no longer this policy
             waits = answer.get("error") == "busy" and answer.get("position") == self._sender.position
             if status != 202 and not waits:
                 raise EngineError(f"the trainer does not {job} it: {answer.get('error')}")

@@ -1,5 +1,5 @@
-"""Engines on other nodes: `HostService` there, for `rlpipe host` and the deployment serve-engines;
-`RemoteHost` in the flow.
+"""Engines on other nodes: `HostService` runs there, for `rlpipe host` and the deployment
+serve-engines, `RemoteHost` in the flow.
 
 GET /status, /files/KEY; POST /serve, /release (JSON, bearer key). A flow finds the hosts of its run
 in the store.
@@ -41,18 +41,21 @@ from rlpipe.store.transfer import PART_BYTES
 
 log = logging.getLogger(__name__)
 RELOAD_WAIT_S = 10.0
-SERVE_TIMEOUT_S = 20.0  # longer than a host waits for a reload
+SERVE_TIMEOUT_S = 20.0  # more than RELOAD_WAIT_S
 RELEASE_AGAIN_S = 1.0
 COMMIT_WAIT_S = 7200.0  # for an upload
 COMMIT_POLL_S = 1.0
-SHUTDOWN_S = 1.0  # for answers that are still being written
+SHUTDOWN_S = 1.0  # to finish the answers that are being sent
 FILE_CHUNK = 1 << 20
 LOCAL_FAULTS = (StoreError, EngineError, ValueError, OSError, AssertionError)
-FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}  # all else is an EngineError
+# any other fault is an EngineError
+FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}
 
 
 def engine_keys(key: str) -> tuple[str, str]:
-    """API key and admin key of a host's engines, which both sides derive from the host's key."""
+    """Derives the API key and the admin key of a host's engines from the host's key; done on both
+    sides.
+    """
     api, admin = (hashlib.sha256(f"{key}:{name}".encode()).hexdigest() for name in ("api", "admin"))
     return api, admin
 
@@ -69,7 +72,7 @@ class ServeRequest(BaseModel):
 
 
 class ServedEngine(BaseModel):
-    """An engine as its host tells of it."""
+    """An engine in a host's status."""
 
     name: str
     url: str
@@ -84,9 +87,9 @@ class HostStatus(BaseModel):
 
 
 class HostService:
-    """This node's engines as a service of a run that goes on elsewhere.
+    """This node's engines, as a service of a run on another node.
 
-    `address`: of this node; `port` 0: a free one.
+    `address`: of this node; `port` 0: chooses a free one.
     """
 
     def __init__(self, store: Store, config: PipelineConfig, name: str, address: str, port: int = 0) -> None:
@@ -97,11 +100,11 @@ class HostService:
         work_dir = self.registration.work_dir(config.scratch_folder)
         self.relay = Relay(work_dir / "relayed", record.files_url)
         self.host = EngineHost(config, store, work_dir, name, address, engine_keys(self.key), self.relay)
-        self.fault: Exception | None = None  # why the newest weights are not served
+        self.fault: Exception | None = None  # the reason why the newest weights are not served
         self._serving: dict[asyncio.Task[None], ServeRequest] = {}
         self._wanted: ServeRequest | None = None  # the newest
         self._releasing: asyncio.Task[None] | None = None
-        self._waited = 0  # looks at the store for what is on its way there
+        self._waited = 0  # number of checks whether the store has the policy by now
         self._called_at = time.monotonic()
 
     async def work(self) -> Never:
@@ -117,7 +120,9 @@ class HostService:
             await runner.cleanup()
 
     async def idle_s(self) -> float:
-        """Seconds since the run last asked for anything; while it samples, it asks all the time."""
+        """Seconds since the run's last request; while it samples, it sends requests all the
+        time.
+        """
         return time.monotonic() - self._called_at
 
     async def close(self) -> None:
@@ -137,8 +142,7 @@ class HostService:
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handles a request that brings the key; one without it is answered 401, and a fault is
-        answered 409."""
+        """Handles a request that has the key; answers 401 to one without it, and 409 to a fault."""
         if not key_fits(request.headers.get("Authorization", ""), self.key):
             return web.json_response({"error": "wrong or missing bearer key"}, status=401)
         self._called_at = time.monotonic()
@@ -148,15 +152,15 @@ class HostService:
             return web.json_response({"error": str(fault), "kind": type(fault).__name__}, status=409)
 
     async def serve(self, request: web.Request) -> web.Response:
-        """Starts to serve, and waits a moment for it: a run does not wait for a host that joins.
-        /status tells what became of it.
+        """Begins to serve a policy, and waits a moment for it, as a run must not wait for a host
+        that joins. /status then has the result.
         """
         try:
             wanted = ServeRequest.model_validate_json(await request.read())
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             raise UserError(f"/serve: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
-        # who waits for it asks again and again
+        # a client that waits repeats its request
         serving = next((task for task, body in self._serving.items() if body == wanted), None)
         if serving is None:
             serving = asyncio.create_task(self._serve(wanted))
@@ -184,12 +188,13 @@ class HostService:
             log.error("weight version %d is not served: %s", wanted.version, error)
 
     async def release(self, request: web.Request) -> web.Response:
-        """Starts to give the engines' memory back (`engines.colocate`), and waits a moment for it:
-        202 until it is done. What is being served is finished first, what is waited for is dropped.
+        """Begins to free the engines' memory (`engines.colocate`), and waits a moment for it;
+        answers 202 until it is done. A `serve` in progress is finished first; one that waits for
+        the store is dropped.
         """
         if (
             self._releasing is None or self._releasing.done()
-        ):  # who was told 202 asks again, and then there is nothing left to do
+        ):  # a client that got 202 repeats its request; freeing twice does nothing
             self._wanted = None
             self._releasing = asyncio.create_task(self._release())
         await asyncio.wait({self._releasing}, timeout=RELOAD_WAIT_S)
@@ -203,8 +208,8 @@ class HostService:
         await self.host.release()
 
     async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> None:
-        """Returns when the store has a policy that could not be had from the trainer's node; raises
-        the fault where it had it all the time.
+        """Waits until the store has a policy that could not be fetched from the trainer's node;
+        raises the fault if the store had it already.
         """
         manifest, deadline = f"{wanted.policy.folder}/{MANIFEST}", time.monotonic() + COMMIT_WAIT_S
         if wanted.nearby is None or await asyncio.to_thread(self.host.store.exists, manifest):
@@ -219,8 +224,8 @@ class HostService:
             await asyncio.sleep(COMMIT_POLL_S)
 
     async def status(self, request: web.Request) -> web.Response:
-        """The engines that were proved to serve the version in question, and how far the host is
-        with weights that it brings.
+        """Answers with the engines that were proved to serve the requested version, and the
+        progress of a fetch or load.
         """
         self._raise_fault()
         version = request.query.get("version", "")
@@ -231,8 +236,8 @@ class HostService:
         return web.json_response(HostStatus(engines=engines, progress=self.host.progress + self._waited).model_dump())
 
     async def file(self, request: web.Request) -> web.StreamResponse:
-        """A part of a file of the weights that this host fetches, or has: hosts of other nodes get
-        it here.
+        """Answers with a part of a file of weights that this host has, or is fetching, for the
+        hosts of other nodes.
         """
         key, part = request.match_info["key"], request.http_range
         start, end = part.start, part.stop
@@ -248,9 +253,9 @@ class HostService:
 
 
 class RemoteHost:
-    """The engines of another node, as the pool sees them.
+    """The engines of another node, for the pool.
 
-    They outlive the flow: another start of the run finds them warm.
+    They outlive the flow: the next start of the run finds them running.
     """
 
     def __init__(self, peer: Peer, session: aiohttp.ClientSession) -> None:
@@ -258,20 +263,20 @@ class RemoteHost:
         self.files_url = peer.record.files_url
         self.peer = peer
         self.session = session
-        self.progress = 0  # as the host said last
+        self.progress = 0  # from the host's last status
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None) -> None:
         if (
             nearby is not None and nearby.sender is not None and nearby.sender.key
-        ):  # a child process of the flow: out of reach
+        ):  # a child process of the flow, which other nodes cannot reach
             nearby = replace(nearby, sender=None)
         body = {"policy": policy.as_json(), "version": version, "probe": asdict(probe)}
         body |= {"nearby": asdict(nearby)} if nearby else {}
         await self._call("POST", "/serve", body, SERVE_TIMEOUT_S)
 
     async def release(self) -> None:
-        """Returns when its engines have no memory: they gave it back, or the host is lost, and they
-        ended with it. EngineError when it refuses.
+        """Returns when the memory of its engines is free: they freed it, or ended with a host that
+        is lost. EngineError when the host refuses.
         """
         while True:
             try:
@@ -307,7 +312,9 @@ class RemoteHost:
     async def close(self) -> None: ...
 
     async def _call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
-        """The host's answer. What it refuses is raised as the fault that it was there."""
+        """Makes a call; returns the host's answer. A fault on the host is raised here with the same
+        type.
+        """
         try:
             status, answer = await self.peer.call(method, path, body, timeout_s)
         except ConnectionError as error:

@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine: its client, its command, its variables."""
+"""The engine kind SGLang: its client, command and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.engines.kind import EngineKind
 from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.engines.weights import Weights
 
-# prompt + completion one or two below SGLang's context length stops early, silently
+# SGLang stops silently when prompt + completion are one or two tokens below its context length
 CONTEXT_SLACK = 8
 CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
@@ -23,12 +23,12 @@ CPU_FLAGS = (
 )  # fmt: skip
 SGLANG_STREAMS = ("--incremental-streaming-output", *STREAM_INTERVAL)
 SERVER = Path(__file__).parent / "sglang_server.py"
-# requests that SGLang decodes at once in a CUDA graph: each costs 2 MB, and 32 more a graph
+# requests per CUDA graph of SGLang's decoding: each costs 2 MB, and every 32 one more graph
 GRAPHS_MAX = 1024
 
 
 class SglangKind(EngineKind):
-    """SGLang's server, in the interpreter `engines.python`."""
+    """SGLang's server, run by the interpreter `engines.python`."""
 
     package = "sglang"
     loads_adapters = True
@@ -48,25 +48,26 @@ class SglangKind(EngineKind):
         return server_argv(config, command, "--tp-size", flags)
 
     def variables(self, config: PipelineConfig, api_key: str) -> dict[str, str]:
-        # the slack goes beyond what the model was made for, and is never used
+        # the slack exceeds the model's context length, but is never used
         variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         return variables if config.engines.gpu_ids else variables | {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def _seats(config: PipelineConfig) -> list[str]:
-    """The flags that let it compute all requests in flight at once, in CUDA graphs; it would queue
-    some, or leave its graphs."""
+    """The flags with which it computes all requests in flight at once, in CUDA graphs; by default
+    it would queue some, or leave its graphs.
+    """
     seats = config.engines.in_flight_max
     graphs = ["--cuda-graph-max-bs-decode", str(min(seats, GRAPHS_MAX))] if config.engines.gpu_ids else []
     return ["--max-running-requests", str(seats), *graphs]
 
 
 def _adapters(config: PipelineConfig, base: Path) -> list[str]:
-    """The flags with which an engine on `base` loads adapters; nothing where it loads none."""
+    """The flags with which an engine on `base` loads adapters; empty where it loads none."""
     if not loads_adapters(config, base):
         return []
     on_device = [] if config.engines.gpu_ids else ["--lora-backend", "torch_native"]
-    # two at a time: a request for the base alone takes the place of one
+    # two at a time: a request for the base alone counts as one
     several = ["--max-loras-per-batch", "2", "--max-lora-rank", str(config.model.adapter_rank)]
     layers = config.model.adapter_targets or LAYERS
     return ["--enable-lora", *several, "--lora-target-modules", *layers, *on_device]

@@ -1,4 +1,4 @@
-"""The HTTP protocol behind `EngineClient` that SGLang and rlpipe's local engine speak."""
+"""An `EngineClient` for the HTTP protocol of SGLang, which rlpipe's local engine speaks, too."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from rlpipe.records.sending import Group, TensorBucket
 
 log = logging.getLogger(__name__)
 UPDATES_MAX = 3
-# longer than the trainer waits for all receivers, and for a bucket to reach them
+# more than the trainer waits for all receivers, or for a bucket to reach them
 RECEIVE_TIMEOUT_S = 90.0
-IDLE_S = 20  # a request that was aborted may take so long to end
-BATCH_MAX = 64  # requests of one call: an engine takes bodies of at most 64 MiB
+IDLE_S = 20  # an aborted request may take so long to end
+BATCH_MAX = 64  # requests per call: an engine accepts bodies of at most 64 MiB
 
 
 @dataclass(eq=False)
 class Order:
-    """A request on its way, what is heard of it, and the completion that is waited for."""
+    """A request in flight, its tokens so far, and the future of its completion."""
 
     request: SampleRequest
     heard: Heard
@@ -47,12 +47,12 @@ class Order:
 
 @dataclass(eq=False)
 class SglangClient(EngineClient):
-    """Control calls carry the admin key, /generate the API key: with both set, each takes only its
+    """Control calls use the admin key, /generate the API key: with both set, each accepts only its
     own.
 
-    What is asked of the local engine in one breath goes as one call: its completions are short, and
-    its HTTP side shares a CPU with the model. SGLang gets a call for each request, so that each can
-    be lost alone.
+    Requests to the local engine that are made at the same moment go as one call: its completions
+    are short, and its HTTP server shares a CPU with the model. SGLang gets one call per request, so
+    that each can fail alone.
     """
 
     health_path = "/health"
@@ -61,7 +61,7 @@ class SglangClient(EngineClient):
 
     @property
     def repeats_prompts(self) -> bool:
-        # vLLM has the blocks of a prompt in its cache once they are scheduled
+        # vLLM has a prompt's blocks in its cache as soon as they are scheduled
         return not self.exact
 
     async def sample(self, request: SampleRequest, heard: Heard) -> Completion:
@@ -71,14 +71,17 @@ class SglangClient(EngineClient):
         if not self.exact or len(self._gathered) == BATCH_MAX:
             self._send()
         elif len(self._gathered) == 1:
-            loop.call_soon(self._send)  # after all that is ready to run, and may ask too
+            # after all tasks that are ready to run, which may add requests
+            loop.call_soon(self._send)
         return await order.answer
 
     def _send(self) -> None:
-        """Sends what was gathered as one call, which ends when nobody waits for it any more."""
+        """Sends the gathered requests as one call, which is cancelled when nobody waits for it any
+        more.
+        """
         batch, self._gathered = self._gathered, []
         if not batch:
-            return  # it was full, and is on its way
+            return  # the batch was full, and has been sent
         sending = asyncio.create_task(self._stream(batch))
 
         def left(answer: asyncio.Future[Completion]) -> None:
@@ -116,13 +119,13 @@ class SglangClient(EngineClient):
         }
 
     def _hear(self, event: Any, heard: Heard) -> Completion | None:
-        """The completion, once it is whole: until then its tokens are added to what was heard."""
+        """Adds the tokens of an event to `heard`; returns the completion once it is whole."""
         tokens, meta = event["output_ids"], event["meta_info"]
         reason, triples = meta["finish_reason"] or {"type": ""}, meta.get("output_token_logprobs") or []
         if reason["type"] == "abort":
             if int(reason.get("status_code") or 0) >= 500:
                 raise EngineUnavailable(f"{self.url}: {reason.get('message')}")
-            tokens = tokens[: len(triples)]  # an abort may come between a token and its logprob
+            tokens = tokens[: len(triples)]  # an abort may occur between a token and its logprob
         assert [triple[1] for triple in triples] == tokens, f"{self.url}: logprobs and tokens of a completion differ"
         heard.add(tokens, [triple[0] for triple in triples])
         if not reason["type"]:
@@ -146,8 +149,8 @@ class SglangClient(EngineClient):
         }
         answer = json.loads(await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S))
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
-        # the token ids beside them are no proof: SGLang reports the
-        # last token of the vocabulary as 0
+        # the token ids with them cannot be compared: SGLang reports the last token of the
+        # vocabulary as 0
         if len(scored) != num_scored:
             raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
         return [number_of(triple[0]) for triple in scored]
@@ -155,15 +158,15 @@ class SglangClient(EngineClient):
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}
         timeout_s = LOAD_TIMEOUT_S + reading_s(Path(model_path))
-        # a hung scheduler lets itself be paused, and would then be waited for as long as large
-        # weights may take. This goes through it, and unlike /health samples no token: an engine
-        # that was just woken has no weights
+        # a hung scheduler accepts a pause, and the load would then wait for its full timeout. This
+        # call goes through the scheduler and, unlike /health, samples no token: an engine that was
+        # just resumed has no weights
         await self.read("/server_info", CONTROL_TIMEOUT_S)
         await self.control("/pause_generation", {"mode": "retract"})
         try:
             for attempt in range(UPDATES_MAX):
-                # a refused update may have changed the weights all the same: it is sent again
-                # before anything is sampled
+                # a refused update may have changed the weights anyway: it is sent again before
+                # anything is sampled
                 try:
                     await self.control("/update_weights_from_disk", body, timeout_s)
                     break
@@ -198,7 +201,7 @@ class SglangClient(EngineClient):
         await self.control("/end_weight_update", {}, RECEIVE_TIMEOUT_S)
 
     async def leave(self, group: Group, *, go_on: bool) -> None:
-        # there may be no session to end; what hangs is found by the load that comes next
+        # there may be no update to end; the next load detects an engine that hangs
         if not go_on:
             with contextlib.suppress(EngineError):
                 await self.control("/end_weight_update", {})
@@ -215,8 +218,8 @@ class SglangClient(EngineClient):
 
     async def load_adapter(self, path: str, version: int) -> None:
         await self.read("/server_info", CONTROL_TIMEOUT_S)
-        # what runs keeps the adapter that it began with, and SGLang takes
-        # none away that something runs with
+        # running requests keep the adapter that they began with, and SGLang unloads no adapter that
+        # is in use
         await self.control("/pause_generation", {"mode": "abort"}, IDLE_S)
         try:
             if self.adapted:
@@ -231,7 +234,7 @@ class SglangClient(EngineClient):
             await self.control("/continue_generation", {})
 
     async def release(self) -> None:
-        # with a request left in it SGLang dies of a release: a flush is refused until there is none
+        # a release with a request left kills SGLang: a flush is refused until there is none
         await self.control("/abort_request", {"abort_all": True})
         await self.control(f"/flush_cache?timeout={IDLE_S}", timeout_s=IDLE_S + CONTROL_TIMEOUT_S)
         await self.control("/release_memory_occupation", {}, MEMORY_TIMEOUT_S)
@@ -245,7 +248,7 @@ class SglangClient(EngineClient):
     async def checksum(self) -> str:
         try:
             answer = await self.control("/weights_checker", {"action": "checksum"}, SCORE_TIMEOUT_S)
-        except RequestRefused as error:  # of weights that it cannot hash
+        except RequestRefused as error:  # weights that it cannot hash
             log.warning("%s: %s; its reloads are proved by the probe alone", self.name, error)
             return ""
         return json.loads(answer)["per_engine_checksum"]

@@ -1,9 +1,9 @@
 """SGLang's server with its keys from the environment.
 
-Run as a script by the interpreter that has SGLang; needs nothing of rlpipe.
+A script for the interpreter that has SGLang; imports nothing of rlpipe.
 
-SGLang takes keys as arguments only, which every user of the machine can read, and writes its
-arguments to its log.
+SGLang takes keys only as arguments, which every user of the machine can read, and logs its
+arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ KEYS = {"--api-key": "RLPIPE_API_KEY", "--admin-api-key": "RLPIPE_ADMIN_API_KEY"
 
 
 def main() -> None:
-    """Serves until it is ended."""
-    del sys.path[0]  # this folder: its modules have common names
+    """Serves until the process ends."""
+    del sys.path[0]  # removes this folder, whose modules have common names
     keys = {option: os.environ[name] for option, name in KEYS.items()}
     plain = logging.getLogRecordFactory()
 

@@ -1,5 +1,6 @@
-"""The compilers with which SGLang and vLLM build kernels on a GPU, at their first request: nvcc and
-ninja of the engines' own environment."""
+"""Finds the compilers with which SGLang and vLLM build GPU kernels at their first request: nvcc and
+ninja in the engines' own environment.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +9,21 @@ import shutil
 from pathlib import Path
 
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
-# of pip's packages of CUDA 13 and newer
+# in pip's packages of CUDA 13 and newer
 CUDA_WHEELS = "lib/python3.*/site-packages/nvidia/cu1[0-9]"
 
 
 def toolkit_environment(python: Path) -> dict[str, str]:
-    """CUDA_HOME and PATH for an engine on a GPU that `python` runs, which it searches for
-    compilers.
+    """The CUDA_HOME and PATH of an engine on a GPU that `python` runs.
 
-    CUDA_HOME is where pip put nvcc into the interpreter's environment: nothing looks there by
-    itself, and the toolkit of the machine is often of another version. Whoever sets it chooses for
-    himself; without nvcc in the environment it stays as it is. PATH begins with the programs of the
-    environment, as if it were activated: ninja is one.
+    CUDA_HOME is the folder of pip's nvcc in the interpreter's environment, which is not searched by
+    default; the machine's toolkit often has another version. It is unchanged if the user has set
+    it, or if the environment has no nvcc. PATH begins with the programs of the environment (ninja
+    is one), as if it were activated.
     """
     programs = Path(
         shutil.which(python) or python
-    ).parent  # of a name alone, where it is found: not the working directory
+    ).parent  # a bare name is resolved by PATH, not by the working directory
     variables = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     if not any(os.environ.get(name) for name in CUDA_HOMES):
         homes = [home for home in sorted(programs.parent.glob(CUDA_WHEELS)) if (home / "bin" / "nvcc").is_file()]

@@ -1,5 +1,5 @@
-"""A policy's files on local disk, and whether they fit what an engine serves: read from the
-headers.
+"""A policy's files on local disk, and checks, by their headers, that they fit the model that an
+engine serves.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlpipe.base.errors import StoreError
 from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
 from rlpipe.store.disk import link
 
-READ_BYTES_S = 200e6  # of the slowest disk that is waited for
+READ_BYTES_S = 200e6  # of the slowest supported disk
 BLOCK_BYTES = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The logprobs (temperature 1) that the trainer's own forward pass gives the last tokens of a
-    fixed text.
+    """The logprobs (temperature 1) of the last tokens of a fixed text, by the trainer's own forward
+    pass.
 
-    Kept with each policy. Example: Probe([5, 17, 200], [-7.2, -8.2])
+    Stored with each policy. Example: Probe([5, 17, 200], [-7.2, -8.2])
     """
 
     tokens: list[StrictInt]
@@ -40,33 +40,34 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy that an engine can load: a local folder in HF format, its weight version, and how to
-    prove that it is served.
+    """A policy that an engine can load: a local folder in HF format, its weight version, and the
+    probe that proves that it is served.
 
-    `adapter`: where engines load adapters, the folder of the one beside `folder`, empty for none;
-    None where `folder` is the whole policy.
+    `adapter`: for engines that load adapters, the folder of the adapter of the base in `folder`,
+    empty for the base alone; None where `folder` is the whole policy.
     """
 
     folder: Path
     version: int
     probe: Probe
     adapter: str | None = None
-    # the folder that `folder` was exported from, the next version's base
+    # the folder from which `folder` was exported; the next version's base
     materialised: Path | None = None
-    # the version that was served before, where its weights have other bytes
+    # the version that was served before, if its weights have other bytes
     differs_from: int | None = None
 
 
 def reading_s(folder: Path) -> float:
-    """Seconds that an engine may take to read a folder's weights, beside all else: 5 a GB, on the
-    slowest disk that is waited for.
+    """The seconds that an engine may take to read a folder's weights: 5 per GB, on the slowest
+    supported disk.
     """
     return round(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / READ_BYTES_S)
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """True when two folders have the same weights: files of the same names, equal byte for byte.
-    Reads up to the first difference."""
+    """True when two folders have the same weights: files with the same names and bytes. Reads up to
+    the first difference.
+    """
     names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
     return names[0] == names[1] and all(_same_bytes(one / name, other / name) for name in names[0])
 
@@ -84,17 +85,19 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:
-    """StoreError naming the folder and tensors when `candidate` cannot replace what engines serve
-    from `serving`.
+    """Raises StoreError naming the folder and tensors when `candidate` cannot replace the weights
+    in `serving`.
 
-    Number types may differ (engines cast), and what a model does not train: a copied tied head,
-    rotary frequencies.
+    May differ: dtypes (engines cast), and tensors that are not trained (a copied tied head, rotary
+    frequencies).
     """
     check_shapes(serving, tensor_shapes(candidate), str(candidate))
 
 
 def check_shapes(serving: Path, new: dict[str, list[int]], name: str) -> None:
-    """As `check_compatible`, of tensors with these shapes; `name`: what has them."""
+    """As `check_compatible`, for tensors with the shapes `new`; `name`: of their source, for the
+    error.
+    """
     old = tensor_shapes(serving)
     untrained = {key for key in old.keys() ^ new.keys() if key == HEAD or key.endswith("inv_freq")}
     differ = sorted(key for key in {*old, *new} - untrained if old.get(key) != new.get(key))
@@ -105,11 +108,11 @@ def check_shapes(serving: Path, new: dict[str, list[int]], name: str) -> None:
 
 
 def untied(folder: Path) -> Path:
-    """`folder`, or beside it an export whose `lm_head.weight` is its own where `folder` has it tied
-    to the embedding.
+    """Returns `folder`, or, where it ties `lm_head.weight` to the embedding, an export next to it
+    with an `lm_head.weight` of its own.
 
-    vLLM 0.32 reloads a tied model without an error and then samples from the old lm_head. The other
-    tensors are hard links. An export that is there is whole: it gets its name last.
+    vLLM 0.32 reloads a tied model without an error, but then samples with the old lm_head. The
+    other files are hard links. An export that exists is complete, as it gets its name last.
     """
     config = json.loads((folder / "config.json").read_text())
     shapes = tensor_shapes(folder)
@@ -126,7 +129,7 @@ def untied(folder: Path) -> Path:
         _build_untied(folder, building)
         building.rename(export)
     except OSError:
-        if not export.exists():  # else another process built the same at the same time
+        if not export.exists():  # if it exists, another process has built it meanwhile
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -137,7 +140,7 @@ def _build_untied(folder: Path, building: Path) -> None:
     rewritten = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "config.json")
     shutil.copytree(folder, building, copy_function=link, ignore=rewritten, dirs_exist_ok=True)
     parts = sorted(folder.glob("*.safetensors"))
-    # transformers reads no index beside a file named model.safetensors
+    # with a file named model.safetensors transformers would not read the index
     names = [f"model-{index + 1:05d}-of-{len(parts) + 1:05d}.safetensors" for index in range(len(parts) + 1)]
     weight_map = {HEAD: names[-1]}
     for part, name in zip(parts, names, strict=False):
@@ -152,15 +155,16 @@ def _build_untied(folder: Path, building: Path) -> None:
 
 
 def _copy_as_head(part: Path, path: Path) -> None:
-    """A safetensors file with one tensor: the embedding of `part`, named lm_head.weight."""
-    from safetensors.torch import save_file  # numpy has no bfloat16; here, as only this needs torch
+    """Writes a safetensors file with one tensor: the embedding of `part`, named lm_head.weight."""
+    # torch, as numpy has no bfloat16; imported here, as only this needs it
+    from safetensors.torch import save_file
 
     with safe_open(part, framework="pt") as source:
         save_file({HEAD: source.get_tensor(EMBEDDING)}, path, {"format": "pt"})
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder, some of which may be going as others come."""
+    """The bytes of the files below a folder; files may be added and deleted meanwhile."""
     num_bytes = 0
     with contextlib.suppress(FileNotFoundError):
         for path in folder.rglob("*"):
@@ -169,7 +173,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def prune(folder: Path, kept: set[Path | None]) -> None:
-    """Local disk holds what is served; the store has the rest."""
+    """Deletes all entries of a folder but `kept`; the store has them."""
     for entry in folder.iterdir():
         if entry not in kept:
             shutil.rmtree(entry)

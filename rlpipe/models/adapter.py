@@ -1,9 +1,9 @@
-"""LoRA: two matrices of low rank beside each linear layer of a model, under the names that the
-library peft has for them.
+"""LoRA: two low-rank matrices beside each linear layer of a model, under peft's names. A layer
+computes `W x + (alpha / rank) B A x`.
 
-The layers are our own and not peft's: peft puts each linear layer inside another module, and its
-weight gets another name; here the base keeps the names by which its files are read in parts, its
-weights tied and its experts converted.
+The layers are our own, not peft's. peft wraps each linear layer in another module, which renames
+its weight; here the base keeps the names by which its files are read in parts, its weights are tied
+and its experts are converted.
 
 Legend: I inputs and O outputs of a linear layer, R rank of the adapter.
 """
@@ -26,8 +26,8 @@ from rlpipe.store.adapter_files import Adapter
 
 OF_ADAPTER = re.compile(r"(.+)\.lora_[AB]\.weight")
 NAMES_SHOWN = 8
-# mamba, falcon_mamba and jamba read the weight of this layer and never call it (all others of
-# docs/models.md call theirs)
+# mamba, falcon_mamba and jamba read this layer's weight and never call the layer; all other
+# families in docs/models.md call theirs
 PASSED_BY = "dt_proj"
 
 
@@ -45,13 +45,13 @@ class AdaptedLinear(nn.Linear):
 
 
 def is_adapter(name: str) -> bool:
-    """True when the parameter of that name is an adapter's."""
+    """True when `name` is that of an adapter's parameter."""
     return OF_ADAPTER.fullmatch(name) is not None
 
 
 def put_adapter(lm: Any, adapter: Adapter) -> None:
-    """Puts an adapter, without values yet, beside the layers of `lm` that it names, and freezes all
-    else.
+    """Adds an adapter, without values yet, to the layers of `lm` that it names, and freezes all
+    other parameters.
 
     UserError for a name that no linear layer has, or when there is no linear layer at all.
     """
@@ -76,8 +76,8 @@ def put_adapter(lm: Any, adapter: Adapter) -> None:
 
 
 def _adapt(layer: nn.Linear, adapter: Adapter) -> None:
-    # as FSDP does it: the layer stays the module that it is, under all its
-    # names, and gets another forward
+    # as FSDP does: the module stays the same object, under all its names, and only its forward is
+    # replaced
     layer.__class__ = AdaptedLinear
     assert isinstance(layer, AdaptedLinear)
     with torch.device(layer.weight.device):
@@ -87,13 +87,13 @@ def _adapt(layer: nn.Linear, adapter: Adapter) -> None:
 
 
 def _is_named(name: str, targets: tuple[str, ...]) -> bool:
-    """True when a layer is one of the targets, as peft has it; without targets every layer is."""
+    """True when a layer is one of the targets, by peft's rule; without targets every layer is."""
     return not targets or any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def linear_layers(lm: Any) -> dict[str, nn.Linear]:
-    """The layers that can have an adapter, by name: linear ones of torch, but the head, PASSED_BY,
-    and those whose weight is another module's.
+    """The layers that can have an adapter, by name: torch's linear layers, without the head,
+    PASSED_BY, and layers that share their weight with another module.
     """
     head = lm.get_output_embeddings()
     tied = {id(lm.get_parameter(name)) for name in {*tied_names(lm).values()}}
@@ -108,8 +108,8 @@ def linear_layers(lm: Any) -> dict[str, nn.Linear]:
 
 
 def target_names(lm: Any) -> list[str]:
-    """The names by which peft finds exactly the adapted layers of `lm`: how they end, or, where
-    others end so too, whole ones.
+    """The names by which peft finds exactly the adapted layers of `lm`: their last parts, or full
+    names where other layers have the same last part.
     """
     adapted = {name for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)}
     ends = {name.rpartition(".")[2] for name in adapted}
@@ -118,7 +118,7 @@ def target_names(lm: Any) -> list[str]:
 
 
 def new_adapter_rows(seed: int, name: str, shape: list[int], start: int, end: int) -> Tensor:
-    """Rows of a new adapter's matrix, as peft draws them: A uniform within 1 / sqrt(I), B zero.
+    """Rows of a new adapter's matrix, initialised as in peft: A uniform in ±1 / sqrt(I), B zero.
 
     The same for any number of ranks.
     """
@@ -129,8 +129,8 @@ def new_adapter_rows(seed: int, name: str, shape: list[int], start: int, end: in
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The weight of a layer that computes alone what it computes with an adapter beside it, in
-    `dtype`, in which the trainer has all three.
+    """Merges an adapter into a layer's weight: `W + scale B A`, in `dtype`, in which the trainer
+    has all three matrices.
     """
     weight_OI, a_RI, b_OR = (tensor.to(dtype).float() for tensor in (weight_OI, a_RI, b_OR))
     return (weight_OI + scale * (b_OR @ a_RI)).to(dtype)

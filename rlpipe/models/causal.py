@@ -1,5 +1,5 @@
-"""A causal language model of transformers, run by its own code: positions tell it where sequences
-begin, and it makes its masks, windows and scales itself.
+"""Runs a causal language model of transformers by its own code: it finds the beginnings of
+sequences from positions, and makes its masks, windows and scales itself.
 
 Legend: R rows, L tokens of a row, N positions, H hidden size, V vocabulary.
 """
@@ -25,7 +25,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.models.masks import AttentionMask
 
-# what the code of a family raises at what it does not support
+# the errors that a family's code raises for unsupported inputs
 MODEL_FAULTS = (
     RuntimeError,
     ArithmeticError,
@@ -39,16 +39,17 @@ MODEL_FAULTS = (
 WINDOWS = ("sliding_window", "attention_chunk_size")
 OWN_WINDOW = re.compile("(window|chunk|block)(?!_layers|.*pattern)")
 WINDOW_TESTED = 8
-# layers, experts and heads cost time and memory before a model is built; no model has so many
+# layers, experts and heads cost time and memory already while a model is built; no real model has
+# so many
 COUNT, COUNT_MAX = re.compile(r"(\w+_)?(n|num)_(\w+_)?(layers?|experts|heads?)|(\w+_)?layers|depth"), 2048
-PROBE_TOKENS = 32  # that are scored
+PROBE_TOKENS = 32  # the number of tokens that are scored
 
 
 def hf_config(value: JsonDict) -> PretrainedConfig:
-    """A model's config from its JSON; UserError when it names no architecture that is known, more
-    parts than any has, or quantized weights.
+    """A model's config from its JSON. UserError when it names an unknown architecture, more layers,
+    experts or heads than any model has, or quantized weights.
     """
-    # how attention is computed is this machine's choice, not the folder's
+    # the attention implementation is chosen here, not by the folder
     value = {key: entry for key, entry in value.items() if key not in ("transformers_version", "attn_implementation")}
     _check_counts(value)
     try:
@@ -76,7 +77,7 @@ def _check_counts(value: dict[str, Any]) -> None:
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
     """The model without weights, on the meta device, in eval mode.
 
-    UserError naming a family that is no causal language model.
+    UserError naming a family that is not a causal language model.
     """
     try:
         with torch.device("meta"):
@@ -88,10 +89,10 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def hidden_states(lm: Any, tokens_RL: Tensor, positions_RL: Tensor, mask: AttentionMask | None = None) -> Tensor:
-    """The hidden states that `lm` hands to its head, R x L x H. UserError when there is a mask and
+    """The hidden states that `lm` passes to its head, R x L x H. UserError when a mask is given and
     the model takes none.
 
-    Without a mask a sequence begins wherever a position is not the one before plus 1.
+    Without a mask a sequence begins at each position that is not the previous one plus 1.
     """
     base = base_of(lm)
     given: dict[str, Any] = {"position_ids": positions_RL, "use_cache": False}
@@ -105,7 +106,7 @@ def hidden_states(lm: Any, tokens_RL: Tensor, positions_RL: Tensor, mask: Attent
 
 
 def base_of(lm: Any) -> Any:
-    """The module between tokens and hidden states. UserError naming a family that has none."""
+    """The module that maps tokens to hidden states. UserError naming a family that has none."""
     base = lm.base_model if lm.base_model is not lm else getattr(lm, "model", None)
     if not any(module is base for module in lm.children()):
         raise UserError(
@@ -115,14 +116,14 @@ def base_of(lm: Any) -> Any:
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """True when a module's forward has an argument of that name, or takes any name."""
+    """True when a module's forward has an argument of that name, or **kwargs."""
     parameters = inspect.signature(module.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 class _Outputs(BaseModelOutputWithPast):
-    """Hidden states and nothing else: what a model's own forward asks of its base besides (routers,
-    states) is absent.
+    """Outputs of a base model with hidden states alone: all else that a model's forward reads
+    (router logits, states) is None.
     """
 
     def __getattr__(self, name: str) -> None:
@@ -131,14 +132,14 @@ class _Outputs(BaseModelOutputWithPast):
 
 
 class _Given(nn.Module):
-    """Stands where the base model stands, and hands on what it is given as hidden states."""
+    """Takes the place of the base model, and returns its input as the hidden states."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
-        self._base = [base]  # in a list: it is no part of this module
+        self._base = [base]  # in a list, so that torch does not register it as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        if name == "decoder":  # of models that were made to have an encoder beside
+        if name == "decoder":  # for families that can also have an encoder
             return self
         try:
             return super().__getattr__(name)
@@ -151,10 +152,10 @@ class _Given(nn.Module):
 
 
 def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
-    """From hidden states [N, H] to logits [N, V] as `lm` itself makes them: scaled, capped, with
-    whatever it does around its lm_head.
+    """Returns the function from hidden states [N, H] to logits [N, V] as `lm` itself computes them,
+    with its scaling, soft-capping and all else around its lm_head.
 
-    It is `lm` with another base: the parameters are the same ones.
+    It is `lm` with another base module: the parameters are shared with `lm`.
     """
     head = copy.copy(lm)
     base = base_of(lm)
@@ -164,8 +165,8 @@ def head_of(lm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def expert_layers(lm: Any) -> list[Any]:
-    """The modules whose experts run in one call: (hidden states, which K, their weights), by what
-    transformers sets on every such module.
+    """The modules that compute all experts in one call with (hidden states, the chosen K, their
+    weights), found by the attributes that transformers sets on each of them.
     """
     return [
         module for module in lm.modules() if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")
@@ -173,8 +174,9 @@ def expert_layers(lm: Any) -> list[Any]:
 
 
 class ExpertUse:
-    """Counts of the tokens that went to each expert, in the layers that have experts, added up over
-    forward passes. Legend: N tokens, E experts, K chosen for a token."""
+    """Counts the tokens that are routed to each expert, per layer with experts, summed over forward
+    passes. Legend: N tokens, E experts, K chosen for a token.
+    """
 
     def __init__(self, lm: Any) -> None:
         self._layers = expert_layers(lm)
@@ -184,13 +186,13 @@ class ExpertUse:
         self.forget()
 
     def forget(self) -> None:
-        # tokens of each, of none; entropy; all tokens
+        # tokens of each expert, tokens of none; entropy; all tokens
         self._sums = [torch.zeros(module.num_experts + 3) for module in self._layers]
 
     @contextlib.contextmanager
     def counting(self, places_N: Tensor) -> Iterator[None]:
-        """The tokens at these flat positions of the batch are counted, in this forward pass and not
-        where it is recomputed.
+        """Counts the tokens at these flat positions of the batch in a forward pass within the body,
+        but not when it is recomputed in the backward pass.
         """
         self._places_N = places_N
         try:
@@ -209,13 +211,13 @@ class ExpertUse:
         sums[-1] += len(chosen_NK)
 
     def metrics(self, add: Callable[[Tensor], Tensor]) -> Metrics:
-        """Means over layers; none for a model without experts.
+        """The means over layers; empty for a model without experts.
 
-        `add`: the sum over ranks of float64 on the host.
+        `add`: sums a float64 host tensor over ranks.
 
-        `expert_load_max`: tokens of the busiest expert over the mean of all: 1 when even.
-        `experts_unused`: the share of experts without a token. `router_entropy`: of the weights
-        that a token gives to the experts chosen for it, nats.
+        `expert_load_max`: tokens of the busiest expert divided by the mean over experts; 1 when
+        even. `experts_unused`: the share of experts without a token. `router_entropy`: the entropy,
+        in nats, of a token's weights of its chosen experts.
         """
         sums = [add(sums.double().cpu()) for sums in self._sums]
         tokens = [layer[:-3] for layer in sums]
@@ -229,10 +231,10 @@ class ExpertUse:
 
 
 def restore_buffers(lm: Any) -> None:
-    """Makes again what is in no file, rotary frequencies for example, and a model on the meta
-    device has not; before it gets its weights.
+    """Computes the buffers that no file has (rotary frequencies, for example), after the model was
+    built on the meta device and before its weights are loaded.
 
-    UserError naming a buffer that the family's code makes nowhere else than where it is built.
+    UserError naming a buffer that the family's code makes only in its constructor.
     """
     saved = lm.state_dict().keys()
     unsaved = {name: buffer for name, buffer in lm.named_buffers() if name not in saved}
@@ -240,11 +242,9 @@ def restore_buffers(lm: Any) -> None:
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
     for tensor in (*lm.parameters(), *(buffer for name, buffer in lm.named_buffers() if name in saved)):
-        tensor._is_hf_initialized = True  # transformers leaves such tensors as they are
-    for (
-        prefix,
-        module,
-    ) in lm.named_modules():  # others have nothing to make, and may not know parameters that are sharded
+        tensor._is_hf_initialized = True  # transformers does not initialise such tensors again
+    # other modules have no such buffer, and their code may fail on sharded parameters
+    for prefix, module in lm.named_modules():
         module._is_hf_initialized = not any(name in unsaved for name, _ in module.named_buffers(prefix))
     lm.initialize_weights()
     lost = [
@@ -259,8 +259,9 @@ def restore_buffers(lm: Any) -> None:
 
 
 def other_windows(config: PretrainedConfig) -> list[str]:
-    """The config fields that bound attention, to judge by their names, and are none of WINDOWS: a
-    family's own code reads them, perhaps to count places in a row."""
+    """The config fields that limit attention by their names, but are not in WINDOWS: a family's own
+    code reads them, and may count places in a row instead of positions.
+    """
     values = config.get_text_config().to_dict()
     return [
         name
@@ -271,9 +272,10 @@ def other_windows(config: PretrainedConfig) -> list[str]:
 
 @contextlib.contextmanager
 def small_windows(config: PretrainedConfig) -> Iterator[None]:
-    """Windows of WINDOW_TESTED tokens: short sequences are longer than any.
+    """Sets all attention windows to WINDOW_TESTED tokens within the body, so that short sequences
+    exceed them.
 
-    Masks are made from the config at every forward pass.
+    It is enough to change the config: masks are made from it at every forward pass.
     """
     text = config.get_text_config()
     before = {
@@ -289,8 +291,8 @@ def small_windows(config: PretrainedConfig) -> Iterator[None]:
 
 
 def probe_tokens(config: PretrainedConfig, tokens_max: int) -> list[int]:
-    """A fixed text that looks random, so that many embeddings take part: its last PROBE_TOKENS lie
-    beyond the smallest window of the model, where a text of `tokens_max` can be so long.
+    """A fixed pseudorandom text, so that many embeddings are used. Its last PROBE_TOKENS tokens are
+    beyond the model's smallest window, if `tokens_max` allows a text of that length.
     """
     text = config.get_text_config()
     windows = [value for name in WINDOWS if isinstance(value := getattr(text, name, None), int)]

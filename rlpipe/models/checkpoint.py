@@ -1,7 +1,7 @@
-"""The weights of safetensors files under the names that the module has for them, and back, by
-transformers' own conversion.
+"""Maps the tensors of safetensors files to the parameters of a module, and back, by transformers'
+own conversion.
 
-They differ: a hub's files keep experts apart that are one tensor in the module.
+The two differ: a hub's files have one tensor per expert, the module one tensor for all experts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rlpipe.models.finite import NOT_FINITE, not_finite
 from rlpipe.models.folder import file_shapes, weight_files
 
 BLOCK = re.compile(r"(.*?\.\d+)\..*")
-LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
+LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
 FILE_BYTES_MAX = 5 * 10**9  # of one file of weights
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file, wherever it lies.
+    """A safetensors file, on disk or in the store.
 
-    `read`: the rows of a tensor from the one to the other, as they are stored; all without them.
+    `read`: (name, (first row, end row)) -> these rows in the stored dtype; with None all rows.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TensorFile:
 
 
 def local_files(folder: Path) -> list[TensorFile]:
-    """The files of a folder's weights; StoreError naming one that is missing or torn."""
+    """The files of a folder's weights. StoreError naming a file that is missing or torn."""
     return [
         TensorFile(str(path), file_shapes(path), functools.partial(_read_local, path)) for path in weight_files(folder)
     ]
@@ -65,10 +65,10 @@ def _read_local(path: Path, name: str, rows: tuple[int, int] | None) -> Tensor:
 
 
 def check_weights(folder: Path, lm: Any) -> None:
-    """UserError naming what a folder's weights lack of those of `lm`, have in another shape or
-    besides, or a value of theirs that is none.
+    """Raises UserError naming the weights of `lm` that the folder lacks or has in another shape,
+    tensors that `lm` does not know, or one with a value that is not finite.
 
-    All bytes are read once: 0.2 to 0.3 s a GB in memory, else as long as the disk takes.
+    Reads all bytes once: 0.2 to 0.3 s per GB from memory, else at the speed of the disk.
     """
     if faults := Checkpoint(str(folder), local_files(folder), lm).faults():
         raise UserError(
@@ -82,8 +82,10 @@ def check_weights(folder: Path, lm: Any) -> None:
 
 
 def finite(rows: Tensor, name: str, folder: str) -> Tensor:
-    """These fp32 rows of a tensor; StoreError naming it where a value is NaN or infinite."""
-    # it takes no memory of the tensor's size, and NaN comes out of it
+    """Returns these fp32 rows of a tensor. StoreError naming the tensor when a value is NaN or
+    infinite.
+    """
+    # aminmax allocates nothing of the tensor's size, and propagates NaN
     if rows.numel() and not all(math.isfinite(edge.item()) for edge in rows.aminmax()):
         raise StoreError(f"{folder}: {name} {NOT_FINITE}")
     return rows
@@ -91,7 +93,7 @@ def finite(rows: Tensor, name: str, folder: str) -> Tensor:
 
 @dataclass(frozen=True)
 class _Extent:
-    """The type, shape and place of a tensor in a file, as the header of the file says."""
+    """The dtype, shape and byte range of a tensor, from the header of its file."""
 
     dtype: str
     shape: list[int]
@@ -102,8 +104,8 @@ HEADER = TypeAdapter(dict[str, _Extent])
 
 
 def ranged_file(name: str, size: int, read_bytes: Callable[[int, int], memoryview]) -> TensorFile:
-    """A file of `size` bytes that is read in parts: its header now, of its tensors what is asked
-    for. StoreError naming a torn one.
+    """A file of `size` bytes that is read in parts: its header now, later only the requested rows.
+    StoreError naming a torn file.
     """
     try:
         first = LENGTH_BYTES + int.from_bytes(read_bytes(0, LENGTH_BYTES), "little")
@@ -129,7 +131,7 @@ def ranged_file(name: str, size: int, read_bytes: Callable[[int, int], memoryvie
         dtype = _dtype(extents[key].dtype)
         if start == end:
             return torch.empty(shape, dtype=dtype)
-        # bytes: memory of its own, aligned for any number type
+        # bytearray: a copy of its own, aligned for any dtype
         return torch.frombuffer(bytearray(read_bytes(start, end)), dtype=dtype).reshape(shape)
 
     return TensorFile(name, {key: extent.shape for key, extent in extents.items()}, read)
@@ -137,16 +139,18 @@ def ranged_file(name: str, size: int, read_bytes: Callable[[int, int], memoryvie
 
 @functools.cache
 def _dtype(name: str) -> torch.dtype:
-    """The number type that a header means: safetensors knows, of a file with an empty tensor."""
+    """The torch dtype of a dtype name in a header, found by letting safetensors load a file with an
+    empty tensor.
+    """
     header = json.dumps({"x": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
     return load(len(header).to_bytes(LENGTH_BYTES, "little") + header)["x"].dtype
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Stored tensors that become tensors of the module together.
+    """Stored tensors that are converted together to tensors of the module.
 
-    `parts`: (the pattern that a name matched, the name).
+    `parts`: (the pattern that matched a name, the name).
     """
 
     target: str
@@ -154,7 +158,7 @@ class _Group:
     parts: list[tuple[str, str]]
 
     def converted(self, read: Callable[[str], Tensor], lm: Any) -> dict[str, Tensor]:
-        """The module's tensors, by name."""
+        """Converts the stored tensors; returns the module's tensors by name."""
         transform = copy.deepcopy(self.transform)
         for pattern, name in self.parts:
             transform.add_tensor(self.target, name, pattern, read(name))  # pyright: ignore[reportArgumentType]
@@ -163,12 +167,12 @@ class _Group:
 
 
 class Checkpoint:
-    """The tensors of files for `lm`, which may be on the meta device.
+    """The tensors of files as weights of `lm`, which may be on the meta device.
 
-    `shapes`: of what the files make, by the module's names.
+    `shapes`: of the converted tensors, by the module's names.
 
-    StoreError naming tensors that are there twice, or fit no conversion. `folder`: where the files
-    are, for what is said.
+    StoreError naming tensors that two files have, or that cannot be converted. `folder`: the place
+    of the files, for error messages.
     """
 
     def __init__(self, folder: str, files: Sequence[TensorFile], lm: Any) -> None:
@@ -186,7 +190,8 @@ class Checkpoint:
         for group in _grouped(lm, stored):
             try:
                 made = group.converted(lambda name: torch.empty(stored[name], device="meta"), lm)
-            except (RuntimeError, ValueError, LookupError, TypeError) as error:  # of shapes that do not go together
+            # the shapes do not fit each other
+            except (RuntimeError, ValueError, LookupError, TypeError) as error:
                 raise StoreError(
                     f"{folder}: {group.target} cannot be made of {[name for _, name in group.parts][:3]}: {error}"
                 ) from error
@@ -199,8 +204,9 @@ class Checkpoint:
             self.shapes[name], self._groups[name] = self.shapes[alias], self._groups[alias]
 
     def faults(self) -> list[str]:
-        """The reasons why these weights do not fit `lm`, one a tensor: it is missing, of another
-        shape, or unknown to `lm`."""
+        """The reasons why these weights do not fit `lm`, one per tensor: missing, of another shape,
+        or unknown to `lm`.
+        """
         wanted = {name: [*tensor.shape] for name, tensor in tensors_of(self._lm).items()}
         faults = [f"{name} is missing" for name in wanted.keys() - self.shapes.keys()]
         faults += [
@@ -214,23 +220,22 @@ class Checkpoint:
         return sorted(faults)
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the module, whole, in the number type of its
-        file and in memory of its own."""
+        """Reads a whole tensor of the module, in the dtype of its file, as a copy."""
         # cloned: a mapped file that is truncated later would kill the process
         made = self._groups[name].converted(lambda stored: self._stored(stored).clone(), self._lm)
         return made[self._stored_as.get(name, name)]
 
     def rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
-        """Rows of a tensor of the module, fp32.
+        """Reads rows of a tensor of the module, fp32.
 
-        StoreError naming one that is missing, of another shape, or not finite.
+        StoreError naming a tensor that is missing, of another shape, or not finite.
         """
         return finite(self._rows(name, shape, start, end), name, self.folder)
 
     def _rows(self, name: str, shape: list[int], start: int, end: int) -> Tensor:
         if name not in self.shapes:
             raise StoreError(f"{self.folder} has no tensor {name}")
-        if self.shapes[name] != shape:  # too many rows would be cut off silently
+        if self.shapes[name] != shape:  # otherwise surplus rows would be dropped silently
             raise StoreError(f"{self.folder}: {name} has the shape {self.shapes[name]}, config.json says {shape}")
         group = self._groups[name]
         if _is_one_a_row(group):
@@ -242,13 +247,14 @@ class Checkpoint:
         return self._files[stored].read(stored, (start, end)).float()
 
     def _merged_rows(self, group: _Group, name: str, start: int, end: int) -> Tensor:
-        """Rows `start` to `end`, fp32, of a tensor that has a row for each stored tensor (experts).
-        Only the stored tensors of these rows are read."""
+        """Reads rows `start` to `end`, fp32, of a tensor with one row per stored tensor (experts).
+        Reads only the stored tensors of these rows.
+        """
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, stored in group.parts:
             by_pattern.setdefault(pattern, []).append((pattern, stored))
         chosen = [part for parts in by_pattern.values() for part in parts[start:end]]
-        if not chosen:  # a rank without a row
+        if not chosen:  # this rank has no row of it
             return torch.empty([0, *self.shapes[name][1:]])
         rows = replace(group, parts=chosen).converted(self._stored, self._lm)[name].float()
         assert [*rows.shape] == [end - start, *self.shapes[name][1:]], (
@@ -267,7 +273,7 @@ def _grouped(lm: Any, stored: Iterable[str]) -> list[_Group]:
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known, prefix = lm.state_dict(), lm.base_model_prefix
     groups: dict[str, _Group] = {}
-    for name in sorted(stored, key=dot_natural_key):  # experts in their order
+    for name in sorted(stored, key=dot_natural_key):  # experts in numerical order
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
             target, pattern = name, None
@@ -282,22 +288,24 @@ def _is_one_a_row(group: _Group) -> bool:
 
 
 def tensors_of(lm: Any) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of `lm` has to hold: its parameters, tied ones once, and the
-    buffers that are kept."""
+    """The tensors that a checkpoint of `lm` must have: its parameters (tied ones once) and its
+    persistent buffers.
+    """
     saved = lm.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in [*lm.named_parameters(), *lm.named_buffers()] if name in saved}
 
 
 def tied_names(lm: Any) -> dict[str, str]:
-    """The other names of tied parameters, each with the first."""
+    """Maps each further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     every = [(name, first.setdefault(id(tensor), name)) for name, tensor in lm.named_parameters(remove_duplicate=False)]
     return {name: own for name, own in every if name != own}
 
 
 def hub_tensors(lm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of whole blocks of `lm` under the names, and in the
-    parts, that a hub's files have."""
+    """Converts the tensors of whole blocks of `lm` back to the names and shapes of a hub's
+    files.
+    """
     made = revert_weight_conversion(lm, tensors)
     assert sum(tensor.numel() for tensor in made.values()) == sum(tensor.numel() for tensor in tensors.values()), (
         "a number was lost"
@@ -306,7 +314,8 @@ def hub_tensors(lm: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def block_of(name: str) -> str:
-    """The block of layers that a tensor belongs to: what is converted together is in one.
+    """The block of layers that a tensor belongs to; tensors that are converted together are in one
+    block.
 
     Example: model.layers.3
     """

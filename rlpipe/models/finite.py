@@ -1,4 +1,4 @@
-"""Weights that are no numbers, found by their bits: one pass over the bytes of a file, without
+"""Finds weights that are not finite by their bits, in one pass over the bytes of a file, without
 torch.
 """
 
@@ -16,11 +16,11 @@ from rlpipe.base.errors import StoreError
 from rlpipe.models.folder import weight_files
 
 NOT_FINITE = "holds values that are NaN or infinite, which no trained policy has"
-LENGTH_BYTES = 8  # before the header of a safetensors file: how long it is
-PIECE_BYTES = 1 << 18  # stays in a core's cache
-# how a number type is read, the bits to look at, and the smallest of those that says NaN, infinite,
-# or above what fp32 holds. The others have none: whole numbers, four and six bits, and two types of
-# eight that no file of a hub has
+LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
+PIECE_BYTES = 1 << 18  # fits into the cache of a core
+# by dtype: the numpy type to read it as, the mask of the bits to compare, and the smallest masked
+# value that means NaN, infinite, or above the range of fp32. The other types have no such value:
+# integers, types of four and six bits, and two of eight bits that no file on a hub has
 PATTERNS: dict[str, tuple[str, int, int]] = {
     "F64": ("<u8", (1 << 63) - 1, struct.unpack("<Q", struct.pack("<d", float(np.finfo(np.float32).max)))[0] + 1),
     "F32": ("<u4", 0x7F80_0000, 0x7F80_0000),
@@ -34,7 +34,9 @@ PATTERNS: dict[str, tuple[str, int, int]] = {
 
 
 def check_finite(folder: Path) -> Path:
-    """The folder; StoreError naming a tensor of its weights with a value that no model has."""
+    """Returns the folder. StoreError naming a tensor of its weights with a value that is not
+    finite.
+    """
     for path in weight_files(folder):
         if name := not_finite(path):
             raise StoreError(f"{path}: {name} {NOT_FINITE}")
@@ -42,11 +44,11 @@ def check_finite(folder: Path) -> Path:
 
 
 def not_finite(path: Path) -> str:
-    """The first tensor of a file with a value that is no finite number of 32 bits; empty where
-    there is none. StoreError when it is torn.
+    """The name of the first tensor of a file with a value that is not finite in fp32; empty where
+    there is none. StoreError when the file is torn.
     """
     try:
-        with safe_open(path, framework="numpy"):  # its header tells of this very file
+        with safe_open(path, framework="numpy"):  # safe_open checks that the header fits the file
             pass
     except SafetensorError as error:
         raise StoreError(f"{path} is torn: {error}") from error

@@ -1,11 +1,11 @@
-"""Attention by torch's flex_attention: which keys a token sees is computed tile by tile, and a mask
-of L x L never exists.
+"""Attention by torch's flex_attention, which computes the mask tile by tile, so that an L x L mask
+never exists.
 
-Only the blocks of a row that see each other are named, B x B numbers for L = 128 B tokens; in them
-a rule of four numbers a token decides.
+The block mask lists the pairs of blocks that see each other, B x B numbers for L = 128 B tokens;
+within a block a rule on four numbers per token decides.
 
-Legend: R rows, L tokens of a row, P those of its blocks, B blocks, Q query blocks, K key blocks, A
-heads, D numbers of a head.
+Legend: R rows, L tokens of a row, P tokens of a row filled up to whole blocks, B blocks, Q query
+blocks, K key blocks, A heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from transformers import AttentionInterface
 
 from rlpipe.base.errors import UserError
 
-# transformers asks a family whether it supports what has flex_attention in its name
+# for a name with flex_attention in it transformers checks that the family supports flex_attention
 FLEX = "rlpipe_flex_attention"
-TEAM = "rlpipe_team_"  # before the name of an attention whose rows are shared by ranks (team.py)
+TEAM = "rlpipe_team_"  # prefix of the attention that a context-parallel group computes (team.py)
 BLOCK = 128
-# a kernel for each of: one row or several, one block or several, with or without gradient; for a
-# policy, its reference and the proofs
+# there is a kernel for each of: one row or several, one block or several, with or without gradient;
+# for a policy, its reference and the tests at load
 KERNELS_MAX = 64
 
 
 def use_flex(lm: Any) -> None:
-    """From here on `lm` computes its attention by flex_attention.
+    """Switches the attention of `lm` to flex_attention.
 
     UserError naming a family whose code does not support it.
     """
@@ -55,13 +55,15 @@ def uses_flex(lm: Any) -> bool:
 
 
 def leave_flex(lm: Any) -> None:
-    """From here on `lm` computes its attention as it did before."""
+    """Restores the attention that `lm` had before `use_flex`."""
     if uses_flex(lm):
         lm.set_attn_implementation(lm._before_flex)
 
 
 def choose_attention(lm: Any, name: str) -> None:
-    """From here on `lm` computes its attention by that name; what its own is stays known."""
+    """Switches the attention of `lm` to the implementation `name`; its own one is remembered for
+    `own_attention`.
+    """
     if not hasattr(lm, "_own_attention"):
         lm._own_attention = lm.config._attn_implementation
     lm.set_attn_implementation(name)
@@ -69,7 +71,7 @@ def choose_attention(lm: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def own_attention(lm: Any) -> Iterator[None]:
-    """Meanwhile `lm` computes its attention as its own code does."""
+    """Within the body `lm` computes attention by its own code."""
     chosen = lm.config._attn_implementation
     own = getattr(lm, "_own_attention", chosen)
     if own != chosen:
@@ -82,18 +84,18 @@ def own_attention(lm: Any) -> Iterator[None]:
 
 
 def texts_of(positions_RL: Tensor) -> Tensor:
-    """The number of each token's text in its row: one begins wherever a position is not the one
-    before plus 1.
+    """The index of each token's text in its row: a text begins at each position that is not the
+    previous one plus 1.
     """
     return (positions_RL.diff(dim=-1, prepend=positions_RL[:, :1] - 1) != 1).cumsum(-1)
 
 
 def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: Tensor) -> BlockMask:
-    """A token sees those before it, itself among them, that are of its branch `own` or of its
-    prompt `root`, from position `first` on.
+    """The block mask with which a token sees itself and the earlier tokens of its branch `own` and
+    of its prompt `root`, from position `first` on.
     """
     room = -own_RL.shape[1] % BLOCK
-    # what fills the last block is of a text of its own
+    # the padding of the last block is a text of its own
     own_RP, root_RP = (functional.pad(part, (0, room), value=-1) for part in (own_RL, root_RL))
     positions_RP, first_RP = (functional.pad(part, (0, room)) for part in (positions_RL, first_RL))
 
@@ -110,11 +112,13 @@ def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: 
     key, query = row[None, None, :], row[None, :, None]
 
     def meet(low_RB: Tensor, high_RB: Tensor) -> Tensor:
-        """True where a key block has a branch from `low_RB` to `high_RB`, R x Q x K."""
+        """True where a key block may have a branch between `low_RB` and `high_RB`, R x Q x K."""
         return (own_high[:, None, :] >= low_RB[:, :, None]) & (own_low[:, None, :] <= high_RB[:, :, None])
 
     def same(low_RB: Tensor, high_RB: Tensor) -> Tensor:
-        """True where all of a key block and all of a query block are of one branch, R x Q x K."""
+        """True where all tokens of a key block and of a query block are of one branch, R x Q x
+        K.
+        """
         one = (own_low == own_high)[:, None, :] & (low_RB == high_RB)[:, :, None]
         return one & (own_low[:, None, :] == low_RB[:, :, None])
 
@@ -126,7 +130,7 @@ def block_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_RL: 
 
 
 def _bounds(values_RP: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest of each block, R x B."""
+    """The lowest and the highest value of each block, R x B."""
     blocks = values_RP.unflatten(1, (-1, BLOCK))
     return blocks.amin(-1), blocks.amax(-1)
 
@@ -139,10 +143,10 @@ def _listed(chosen_RQK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Computes the attention of one block both ways, with as many heads as `lm` has, and as large.
+    """Computes the forward and backward pass of attention over one block, with the heads of `lm`.
 
-    UserError naming what the device makes no kernel for: in a backward pass of sharded weights it
-    would leave gradients behind.
+    UserError naming what the device has no kernel for. Without this test the fault would occur in a
+    backward pass of sharded weights, and leave a part of the gradients.
     """
     text = lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -159,7 +163,7 @@ def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
     )
     try:
         attend(lm, query, key, value, mask, scaling=head_dim**-0.5)[0].float().sum().backward()
-    except RuntimeError as error:  # of torch's compiler, too
+    except RuntimeError as error:  # errors of torch's compiler, too
         place = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise UserError(
             f"{place} has no kernel for heads of {head_dim} in {str(dtype).split('.')[-1]} ({error!s:.300})"
@@ -168,16 +172,17 @@ def try_kernels(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """flex_attention, made once for all lengths of rows.
+    """flex_attention, compiled once for all lengths of rows.
 
-    One kernel too many is an error: uncompiled it would make L x L numbers.
+    More than KERNELS_MAX kernels are an error: torch would otherwise run it uncompiled, with L x L
+    numbers.
     """
     whole: Any = flex_attention
     kernels = torch.compile(whole, dynamic=True, fullgraph=True, backend=backend)
 
     def call(*given: Any, **named: Any) -> Any:
-        # the scale of scores and what caps them are part of a kernel; a thread
-        # does not see what another has set
+        # a kernel is specialised to the scale and the soft-cap of scores; this setting is per
+        # thread
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=KERNELS_MAX):
             return kernels(*given, **named)
 
@@ -196,9 +201,9 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer; it returns R x L x A x D.
-    ValueError for a layer that has no mask of blocks, or asks for more than such a mask.
+    ValueError for a layer without a block mask, or with dropout or a position bias.
 
-    `s_aux`: for each head, a sink that takes attention and gives nothing.
+    `s_aux`: the attention sink of each head.
     """
     asks_for_more = bool(others.get("dropout")) or others.get("position_bias") is not None
     if not isinstance(attention_mask, BlockMask) or asks_for_more:
@@ -211,10 +216,10 @@ def attend(
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     how: dict[str, Any] = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    # with lse also where nobody reads it: the passes with and without gradient then run one kernel,
+    # lse is returned even if unused: so the passes with and without gradient run the same kernel,
     # and give the same bits
     how |= {"score_mod": capped if softcap is not None else None, "return_aux": AuxRequest(lse=True)}
-    # on a CPU, for tests: as it is written, with all scores
+    # on a CPU, for tests: uncompiled, with all L x L scores
     out, aux = (compiled() if query.device.type == "cuda" else flex_attention)(query, key, value, **how)
     if s_aux is not None:
         out = (out * torch.sigmoid(aux.lse - s_aux[:, None])[..., None]).to(value.dtype)

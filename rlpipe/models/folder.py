@@ -1,4 +1,4 @@
-"""A folder in Hugging Face format: which files its weights are in, and the shapes in their headers.
+"""A folder in Hugging Face format: the files of its weights, and the shapes in their headers.
 
 Imports no torch.
 """
@@ -18,13 +18,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: those of its index, else model.safetensors, else all;
-    StoreError when one is missing.
+    """The files of a folder's weights: those in its index, else model.safetensors, else all
+    safetensors. StoreError when one is missing.
 
-    Other safetensors may lie beside them: adapters, the same weights in Mistral's own format.
+    The folder may have other safetensors as well: adapters, or the same weights in Mistral's own
+    format.
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
-    if whole.is_file():  # as transformers chooses
+    if whole.is_file():  # the same choice as in transformers
         return [whole]
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
@@ -39,8 +40,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """The content of a JSON file of a folder; anything may be in it. UserError when there is no
-    such file, or it is no JSON object."""
+    """The content of a JSON file of a folder, not validated. UserError when there is no such file,
+    or it is not a JSON object.
+    """
     try:
         value = json.loads((folder / name).read_text())
     except FileNotFoundError as error:
@@ -53,8 +55,8 @@ def folder_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def check_generation_config(folder: Path) -> None:
-    """UserError unless the tokens that end a text are numbers, where generation_config.json names
-    some: a saved policy has them too.
+    """Raises UserError when generation_config.json names end-of-text tokens that are not numbers: a
+    saved policy has the same ones.
     """
     if (folder / GENERATION).is_file():
         ends = folder_config(folder, GENERATION).get("eos_token_id")
@@ -66,14 +68,14 @@ def check_generation_config(folder: Path) -> None:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """The shapes of all tensors of a folder; StoreError naming a file that is missing, torn or no
+    """The shapes of all tensors of a folder. StoreError naming a file that is missing, torn or not
     safetensors.
     """
     return {name: shape for path in weight_files(folder) for name, shape in file_shapes(path).items()}
 
 
 def file_shapes(path: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors of one file; StoreError when it is torn."""
+    """The shapes of the tensors of one file. StoreError when it is torn."""
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118

@@ -1,8 +1,7 @@
-"""Norms, rotary positions and MLPs of a family's code, each compiled to kernels of its own on a
-GPU.
+"""Compiles the norms, rotary embeddings and MLPs of a family's code to fused kernels on a GPU.
 
-As transformers writes them every operation is a kernel that reads and writes all activations: of a
-step of 1.7B parameters half the time.
+Uncompiled, every operation is a kernel that reads and writes all activations: with 1.7B parameters
+half the time of a step.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-KINDS = ("Norm", "MLP")  # how families end the names of these modules
-ROTARY = "apply_rotary_pos_emb"  # and what most call the function, in the file of their modules
-KERNELS_MAX = 64  # for each of: a width, with or without gradient, trained or frozen
-# not empty: what is compiled is computed as it is written. Threads of backward passes see it, too
+KINDS = ("Norm", "MLP")  # the endings of the class names of these modules
+# the name of the rotary function in the source file of most families
+ROTARY = "apply_rotary_pos_emb"
+KERNELS_MAX = 64  # there is one for each of: a width, with or without gradient, trained or frozen
+# while not empty, functions run uncompiled; threads of backward passes see it, too
 _PLAIN: list[None] = []
 
 
@@ -39,12 +39,12 @@ class Fused:
 
 @functools.cache
 def fused(function: Callable[..., Any], backend: str = "inductor") -> Fused:
-    """The same for every module that has the function."""
+    """The compiled function, one object for all modules that use the function."""
     return Fused(function, backend)
 
 
 def use_fused(lm: Any, backend: str = "inductor") -> None:
-    """From here on `lm` computes these by their kernels."""
+    """Switches the norms, rotary embeddings and MLPs of `lm` to compiled kernels."""
     for module in _modules(lm):
         module.forward = functools.partial(fused(type(module).forward, backend), module)
     for file in _files(lm):
@@ -53,8 +53,8 @@ def use_fused(lm: Any, backend: str = "inductor") -> None:
 
 
 def leave_fused(lm: Any) -> None:
-    """From here on `lm` computes them as its own code has it; so do others of its family with
-    rotary positions.
+    """Restores the family's own code in `lm`; the rotary function is restored for all models of the
+    family.
     """
     for module in _modules(lm):
         vars(module).pop("forward", None)
@@ -70,7 +70,7 @@ def uses_fused(lm: Any) -> bool:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Meanwhile nothing is computed by such a kernel, in any thread."""
+    """Within the body all threads compute without these kernels."""
     _PLAIN.append(None)
     try:
         yield
@@ -79,8 +79,9 @@ def as_written() -> Iterator[None]:
 
 
 def _modules(lm: Any) -> list[nn.Module]:
-    """The modules of KINDS that are transformers' own. Those of torch have a kernel, and what was
-    put in their place is not known."""
+    """The modules of KINDS that are of transformers. Those of torch have a fused kernel already,
+    and replaced ones are unknown code.
+    """
     return [
         module
         for module in lm.modules()
@@ -89,7 +90,7 @@ def _modules(lm: Any) -> list[nn.Module]:
 
 
 def _files(lm: Any) -> list[Any]:
-    """The files of its modules in which there is such a function."""
+    """The Python modules of the model's classes that have a rotary function."""
     names = dict.fromkeys(type(module).__module__ for module in lm.modules())
     return [
         sys.modules[name]

@@ -1,9 +1,9 @@
-"""Linear layers on a CPU whose float32 products torch's own library computes at half the
-processor's speed: by oneDNN instead.
+"""Computes linear layers by oneDNN on CPUs where torch's own library has half the speed for
+float32.
 
-torch gives float32 products to Intel's MKL. On an AMD processor MKL has kernels for AVX2 only,
-oneDNN, which is in torch as well, for AVX-512: about twice as fast (docs/benchmarks.md). A row's
-bits do not depend on where in the product it is, with either.
+torch computes float32 products by Intel's MKL. On an AMD processor MKL uses only AVX2; oneDNN,
+which is part of torch as well, uses AVX-512 and is about twice as fast (docs/benchmarks.md). With
+both, the bits of a row do not depend on its place in the product.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class FastLinear(nn.Linear):
 
 
 def use_fast_linears(lm: Any) -> None:
-    """The linear layers of `lm` compute by oneDNN, on a machine where that is faster; elsewhere
-    nothing changes.
+    """Switches the linear layers of `lm` to oneDNN on a machine where that is faster; does nothing
+    elsewhere.
     """
     for module in lm.modules() if onednn_is_faster() else []:
-        # as FSDP does it: the layer stays the module that it is, under all its names
+        # as FSDP does: the module stays the same object, under all its names
         if type(module) is nn.Linear:
             module.__class__ = FastLinear
 
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """True on an AMD processor with AVX-512 where torch has MKL and oneDNN."""
+    """True on an AMD processor with AVX-512, if torch has MKL and oneDNN."""
     has_both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     is_amd = CPU_FACTS.exists() and "AuthenticAMD" in CPU_FACTS.read_text()
     return has_both and is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear`, by oneDNN where it has the input's kind: float32 on a CPU."""
+    """`functional.linear`; by oneDNN for float32 on a CPU."""
     if (
         input.dtype is not torch.float32
         or weight.dtype is not torch.float32
@@ -61,7 +61,8 @@ def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_input, of_weight = ctx.needs_input_grad  # beside a frozen weight the input is not kept
+        # with a frozen weight the input need not be saved
+        of_input, of_weight = ctx.needs_input_grad
         ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
         return _product(input, weight)
 
@@ -84,9 +85,9 @@ def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(left, right, None, "none", [], "")
 
 
-# an operator of our own: a recorded graph (rlpipe/extras/local_engine/recorded.py) cannot hold
-# oneDNN's, which takes a list
+# an operator of our own: oneDNN's takes a list, which a recorded graph
+# (rlpipe/extras/local_engine/recorded.py) cannot have
 OPERATORS = torch.library.Library("rlpipe", "DEF")
 OPERATORS.define("product(Tensor left, Tensor right) -> Tensor")
 OPERATORS.impl("product", _by_onednn, "CPU")
-_product = torch.ops.rlpipe.product.default  # left times right transposed
+_product = torch.ops.rlpipe.product.default  # left @ right.T

@@ -1,6 +1,7 @@
-"""Attention masks that we make: where keys are kept, where texts branch, and for flex_attention.
+"""The attention masks that we make ourselves: for a key cache, for texts that branch, and for
+flex_attention.
 
-All others a model makes itself, from positions.
+A model makes all other masks itself, from positions.
 
 Legend: R rows, L tokens of a row, Q queries, K keys.
 """
@@ -18,20 +19,21 @@ from rlpipe.base.errors import UserError
 from rlpipe.models.flex import block_mask, texts_of, uses_flex
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]  # one, or one for every kind of layers
+# one for all layers, or one for each kind of layer
+AttentionMask = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask]
 
 
 def own_branch(branch_RL: Tensor, branches: int) -> Tensor:
-    """True where a key is of the query's own branch, or of branch 0 of its text, R x L x L.
+    """True where a key is in the query's own branch, or in branch 0 of its text, R x L x L.
 
-    `branch_RL` is `branches` times the text's number, plus the number of the branch in the text.
+    `branch_RL`: `branches` times the index of the text, plus the index of the branch in it.
     """
     key_R1L, query_RL1 = branch_RL[:, None, :], branch_RL[:, :, None]
     return (key_R1L == query_RL1) | (key_R1L == query_RL1 // branches * branches)
 
 
 class Masks:
-    """The masks of the keys that a query may see, by the kinds of a model's attention layers, in
+    """Makes the masks of the keys that a query may see, per kind of attention layer of a model, in
     the form that its code takes.
 
     Windows are read from the config at every call. Legend: R rows, Q queries, K keys.
@@ -47,11 +49,11 @@ class Masks:
         self.kinds: list[str] = sorted(set(getattr(text, "layer_types", None) or [SLIDING if window else FULL]))
         if odd := set(self.kinds) - {FULL, SLIDING, CHUNKED}:
             raise UserError(f"layers of type {sorted(odd)} keep more than keys and values")
-        self.named = len(self.kinds) > 1  # whether the model wants a dict of masks
+        self.named = len(self.kinds) > 1  # the model takes a dict of masks
 
     def of(self, query_RQ1: Tensor, key_K: Tensor, seen_RQK: Tensor | None = None) -> AttentionMask:
-        """The attention mask of queries at these positions, R x 1 x Q x K; only of what else is
-        `seen`.
+        """The attention mask of queries at these positions, R x 1 x Q x K; `seen_RQK` restricts it
+        further.
         """
         visible = {kind: self._visible(kind, query_RQ1, key_K) for kind in self.kinds}
         masks = {
@@ -61,12 +63,13 @@ class Masks:
 
     @property
     def whole(self) -> bool:
-        """True when all layers see all that comes before: rows of one text each need no mask."""
+        """True when all layers see all earlier tokens: rows of one text each then need no mask."""
         return self.kinds == [FULL]
 
     def of_rows(self, positions_RL: Tensor, branch_RL: Tensor | None, branches: int) -> AttentionMask:
-        """The attention mask of rows of texts. Where texts branch, a token sees those before it in
-        its own branch, and in branch 0 of its text."""
+        """The attention mask of rows of texts. In a text that branches, a token sees the earlier
+        tokens of its own branch, and of branch 0 of its text.
+        """
         own_RL = texts_of(positions_RL) * branches if branch_RL is None else branch_RL
         if not self._flex:
             return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))
@@ -81,7 +84,7 @@ class Masks:
         return visible if kind == FULL else visible & (key_K >= self._first(kind, query_RQ1))
 
     def _first(self, kind: str, positions: Tensor) -> Tensor:
-        """The first position that is seen from each."""
+        """The first position that a query at each of these positions sees."""
         if kind == SLIDING:
             return positions - self._config.sliding_window + 1
         if kind == CHUNKED:

@@ -1,4 +1,4 @@
-"""An adapter and its base become one whole model in HF format, on local disk."""
+"""Merges an adapter into its base: a whole model in HF format, on local disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpipe.store.disk import link
 
 
 class AdapterFolder:
-    """An adapter on local disk. StoreError naming what is torn, or no adapter."""
+    """An adapter on local disk. StoreError naming a file that is torn, or not an adapter."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,21 +33,22 @@ class AdapterFolder:
             raise StoreError(f"{folder}/{ADAPTER_WEIGHTS} is torn or missing: {error}") from error
         for name, tensor in self._tensors.items():
             other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-            if other == name or other not in self._tensors:  # a half alone changes nothing
+            # A without B, or B without A, changes nothing
+            if other == name or other not in self._tensors:
                 raise StoreError(f"{folder}/{ADAPTER_WEIGHTS}: {name} is no half of two matrices that are both there")
             if not tensor.isfinite().all():
                 raise StoreError(f"{folder}/{ADAPTER_WEIGHTS}: {name} holds values that are NaN or infinite")
 
     def weights(self) -> list[str]:
-        """The names of the weights that it changes."""
+        """The names of the weights that the adapter changes."""
         ends = ".lora_A.weight"
         return [
             name.removeprefix(PREFIX).removesuffix(ends) + ".weight" for name in self._tensors if name.endswith(ends)
         ]
 
     def merged(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A weight of the base as it is with the adapter, in `dtype`; where there is no adapter
-        beside it, as it is in `dtype`.
+        """A weight of the base with the adapter merged into it, in `dtype`; a weight without an
+        adapter is only converted to `dtype`.
         """
         layer = f"{PREFIX}{name.removesuffix('.weight')}"
         a_RI, b_OR = (self._tensors.get(f"{layer}.lora_{half}.weight") for half in "AB")
@@ -62,10 +63,10 @@ class AdapterFolder:
 
 
 def merge(base: Path, adapter: Path, target: Path) -> None:
-    """Writes into the empty folder `target` the model that `base` is with `adapter`, whose
-    config.json says the number type of the weights.
+    """Writes into the empty folder `target` the model that `base` is with `adapter`. The adapter's
+    config.json names the dtype of the weights.
 
-    The same layout as that of a policy which is trained whole. StoreError when they do not fit each
+    The layout is that of a policy which is trained whole. StoreError when the two do not fit each
     other.
     """
     config = folder_config(adapter)
@@ -77,7 +78,8 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
         raise StoreError(f"{adapter}: it is of another model: {base} has no {strange[0]}")
     _write_weights(checkpoint, lm, matrices, getattr(torch, config["dtype"]), target)
     own = {path.name for path in adapter.iterdir()}
-    for path in sorted({*base.iterdir(), *adapter.iterdir()}):  # its documents, and the base's tokenizer
+    # the adapter's documents, and the base's tokenizer
+    for path in sorted({*base.iterdir(), *adapter.iterdir()}):
         weights = path.suffix == ".safetensors" or path.name in (INDEX, ADAPTER_CONFIG, BASE)
         if not weights and (path.parent == adapter or path.name not in own):
             link(path, target / path.name)
@@ -87,7 +89,7 @@ def _write_weights(checkpoint: Checkpoint, lm: Any, matrices: AdapterFolder, dty
     parameters, tensors = dict(lm.named_parameters()), tensors_of(lm)
     saved_as = {name: dtype if name in parameters else tensor.dtype for name, tensor in tensors.items()}
     sizes: dict[str, int] = {}
-    for name, tensor in tensors.items():  # what is converted together is in one file
+    for name, tensor in tensors.items():  # tensors that are converted together are in one file
         sizes[block_of(name)] = sizes.get(block_of(name), 0) + tensor.numel() * saved_as[name].itemsize
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX

@@ -1,6 +1,4 @@
-"""A small model of the same family: what its code does can be tried in a second, without its
-weights.
-"""
+"""A small model of the same family, to test the family's code in a second, without its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from rlpipe.models.causal import empty_model
 
 VOCABULARY, HEADS = 96, 4
-# (names of fields, what a number becomes); the first that matches
+# (pattern of field names, the new number); the first match counts
 SIZES: list[tuple[str, int]] = [
     (r"\w*vocab_size\w*|\w*_vocab", VOCABULARY),
     (r"\w+_token_(id|index)", 2),
@@ -31,17 +29,19 @@ SIZES: list[tuple[str, int]] = [
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|n_experts", 4),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length", 256),
     (r"sliding_window(_size)?|attention_window_size|local_attention|attention_chunk_size|window_size", 8),
-    (r"(mamba_)?chunk_size", 16),  # a text is filled up to whole chunks
+    (r"(mamba_)?chunk_size", 16),  # texts are padded to whole chunks
 ]
 LAYERS_MAX, PARAMETERS_MAX = 12, 20_000_000
-# of new weights: with theirs every token is about as likely as any other, whatever comes before it
+# the scale of new weights: with the default scale all tokens are about equally likely in any
+# context
 LOUDNESS = 2.0
 
 
 def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The text model's config with small numbers, and as many layers as show every kind of them.
+    """The text model's config with small numbers, and just enough layers to include each kind of
+    layer.
 
-    Its other fields are as they were.
+    Its other fields are unchanged.
     """
     text = config.get_text_config()
     fields = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}
@@ -51,7 +51,7 @@ def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
         if isinstance(value, list) and len(value) == text.num_hidden_layers and _are_kinds(value)
     }
     layers = max([4, *(_first_of_all(value) for value in by_layer.values())])
-    # else each head has keys of its own, and has to
+    # otherwise each head has keys of its own, and must have them in the small model, too
     shared = fields.get("num_key_value_heads") != getattr(text, "num_attention_heads", None)
     for name, value in fields.items():
         if isinstance(value, int) and not isinstance(value, bool):
@@ -61,7 +61,7 @@ def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
                 else next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), value)
             )
     layers = min(layers, LAYERS_MAX, text.num_hidden_layers)
-    by_index = fields.get("per_layer_config")  # of some layers, by their index
+    by_index = fields.get("per_layer_config")  # has entries for some layers, by their index
     if isinstance(by_index, dict):
         fields["per_layer_config"] = {index: value for index, value in by_index.items() if int(index) < layers}
     fields |= {name: value[:layers] for name, value in by_layer.items()}
@@ -70,8 +70,8 @@ def small_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
 
 
 def small_model(config: PretrainedConfig) -> Any:
-    """A new model of a small config, fp32, in eval mode, whose tokens depend visibly on those
-    before them. ValueError when it is not small.
+    """A new model of a small config, fp32, in eval mode, whose logprobs depend visibly on earlier
+    tokens. ValueError when it is not small.
     """
     size = sum(parameter.numel() for parameter in empty_model(config).parameters())
     if size > PARAMETERS_MAX:
@@ -86,11 +86,12 @@ def small_model(config: PretrainedConfig) -> Any:
 
 
 def _are_kinds(entries: list[Any]) -> bool:
-    """True when a list says something of every layer. A list of layer indices that names all layers
-    is as long, and is not one."""
+    """True when a list has an entry for every layer. Trap: a list of the indices of all layers has
+    the same length, but is not such a list.
+    """
     return all(isinstance(entry, str | int | float) for entry in entries) and entries != list(range(len(entries)))
 
 
 def _first_of_all(kinds: list[Any]) -> int:
-    """The number of layers, from the first on, that show every kind."""
+    """The number of first layers that include each kind of layer."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))

@@ -1,6 +1,6 @@
-"""The memory behind tensors, given back and taken again.
+"""Frees the memory of tensors, and allocates it again.
 
-A tensor and all its views stay the same objects: only their bytes go and come.
+A tensor and all its views stay the same objects: only their storage is resized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlpipe.processes.memory import trim
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The memory behind tensors, each piece once; none of what is empty."""
+    """The storages of tensors, each once, without empty ones."""
     pieces = {
         storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
     }
@@ -23,17 +23,17 @@ def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """A view of all of it, uint8.
+    """A view of the whole storage, uint8.
 
-    No numpy() of it: memory that numpy has seen can never be resized again.
+    Trap: never call numpy() on it; a storage that numpy has seen can never be resized again.
     """
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def free(storages: Iterable[UntypedStorage]) -> None:
-    """Empties them, and gives what this process has freed to the GPU and to the kernel.
+    """Frees the storages, and returns freed memory of this process to the GPU and to the kernel.
 
-    Nobody may read them before they are resized.
+    Their tensors must not be read before the storages are resized again.
     """
     for storage in storages:
         assert storage.resizable(), "memory that numpy or a file has a part in cannot be freed"

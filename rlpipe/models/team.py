@@ -1,9 +1,9 @@
-"""Rows that are shared by a team of ranks: each holds a slice of every row's tokens, and in
-attention all tokens of a part of the heads (Ulysses).
+"""Context parallelism (Ulysses): each rank of a group has a slice of every row's tokens, and in
+attention all tokens of a part of the heads.
 
-Attention itself, its masks and its kernels are those of rows that one rank holds. Legend: R rows, L
-tokens of a row, S those of a slice, A heads, D numbers of a head, N scored positions, M those of a
-slice.
+Attention, its masks and its kernels are the same as without context parallelism. Legend: R rows, L
+tokens of a row, S tokens of a slice, A heads, D head dimension, N scored positions, M scored
+positions of a slice.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from rlpipe.models.flex import FLEX, TEAM, choose_attention, supports_flex
 
 SDPA = "sdpa"
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
-OUT_TOKENS, OUT_HEADS = 1, 2  # and of what attention gives
+OUT_TOKENS, OUT_HEADS = 1, 2  # and of the output of attention
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's slice of a microbatch. `place_M`: where its scored positions are among all N."""
+    """One rank's slice of a microbatch. `place_M`: the indices of its scored positions among all
+    N.
+    """
 
     tokens_RS: Tensor
     positions_RS: Tensor
@@ -43,27 +45,29 @@ class Slice:
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that share every row, and this rank's place among them: it has the slice of that
-    number.
+    """A context-parallel group of `ranks` ranks, and this rank's index in it, which is also the
+    index of its slice.
     """
 
-    group: dist.ProcessGroup | None  # None: of one that sends nothing (a plan, a test)
+    group: dist.ProcessGroup | None  # None in a plan or a test, which send nothing
     ranks: int
     rank: int
 
     def send(self, parts_C: Tensor) -> Tensor:
-        """Part i goes to rank i; what came from rank i is part i of the result."""
+        """All-to-all: sends part i to rank i; part i of the result is from rank i."""
         received_C = torch.empty_like(parts_C)
         dist.all_to_all_single(received_C, parts_C, group=self.group)
         return received_C
 
     def add(self, values: Tensor) -> Tensor:
-        """The sum over the team."""
+        """The sum over the group."""
         dist.all_reduce(values, group=self.group)
         return values
 
     def own(self, slice_N: Tensor) -> Tensor:
-        """The indices of this rank's positions. `slice_N`: the slice that each position is in."""
+        """The indices of this rank's positions. `slice_N`: the index of the slice of each
+        position.
+        """
         return (slice_N == self.rank).nonzero().squeeze(-1)
 
     def is_single(self, positions_RL: Tensor) -> bool:
@@ -73,9 +77,10 @@ class Team:
     def filled(
         self, tokens_RL: Tensor, positions_RL: Tensor, branch_RL: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows that slices of one length make.
+        """Pads rows to a length that slices of equal length divide.
 
-        What fills them goes on behind the last text: nothing sees it, and nothing is scored there.
+        The padding continues the positions of the last text: no token sees it, and nothing is
+        scored there.
         """
         room = -tokens_RL.shape[1] % self.ranks
         behind = positions_RL[:, -1:] + torch.arange(1, room + 1, device=positions_RL.device)
@@ -87,9 +92,9 @@ class Team:
         )
 
     def slice(self, tokens_RL: Tensor, positions_RL: Tensor, source_N: Tensor, target_N: Tensor, length: int) -> Slice:
-        """This rank's slice of filled rows.
+        """This rank's slice of padded rows.
 
-        `source_N`: flat positions in the rows as they were, of `length` tokens.
+        `source_N`: flat positions in the rows before padding, of `length` tokens each.
         """
         width = tokens_RL.shape[1] // self.ranks
         columns = slice(self.rank * width, (self.rank + 1) * width)
@@ -100,21 +105,24 @@ class Team:
         return Slice(*own, source_M, target_N.index_select(0, place_M), place_M)
 
     def joined(self, parts_M: tuple[Tensor, Tensor], place_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The values of all ranks at their scored positions, on all ranks at all N.
+        """Joins the values that each rank has at its scored positions, to values at all N, on all
+        ranks.
 
-        The gradient of each value goes to the rank that it came from, and is that of the loss on
-        that rank alone: all ranks of a context-parallel group must make the same loss of the
-        values, and their gradients must be added.
+        The gradient of a value goes only to the rank that computed it, from that rank's own loss:
+        so all ranks of the group must compute the same loss of the values, and their gradients must
+        be summed.
         """
         values_M2 = torch.stack(parts_M, -1)
         joined_N2 = _Sum.apply(values_M2.new_zeros(count, 2).index_put((place_M,), values_M2), self)
-        return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()  # FSDP hooks what a policy returns, and warns of views
+        # clone: FSDP puts hooks on what a policy returns, and warns about views
+        return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()
 
 
 def join_team(size: int, ranks: int, rank: int, device: torch.device) -> Team | None:
-    """The team of this rank: `ranks` neighbours; None without sharing.
+    """Returns the context-parallel group of this rank, `ranks` neighbouring ranks; None for `ranks`
+    = 1.
 
-    All ranks call it at once.
+    A collective of all ranks.
     """
     assert size % ranks == 0, f"teams of {ranks} of {size} ranks"
     if ranks == 1:
@@ -124,7 +132,9 @@ def join_team(size: int, ranks: int, rank: int, device: torch.device) -> Team | 
 
 
 def check_team(config: PretrainedConfig, ranks: int) -> None:
-    """UserError, naming the heads, for a model whose heads no team of so many ranks can share."""
+    """Raises UserError, naming the heads, for a model whose heads `ranks` ranks cannot share
+    evenly.
+    """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if ranks > 1 and isinstance(heads, int) and heads % ranks:
@@ -136,10 +146,10 @@ def check_team(config: PretrainedConfig, ranks: int) -> None:
 
 
 def use_team(lm: Any, team: Team) -> None:
-    """From here on attention layers of `lm` exchange with the team.
+    """Switches the attention layers of `lm` to context parallelism.
 
-    UserError naming a family whose code does not go through transformers' registry, or that a mask
-    of ours does not fit.
+    UserError naming a family whose attention is not called through transformers' registry, or does
+    not take our masks.
     """
     check_team(lm.config, team.ranks)
     own, family = lm.config.get_text_config()._attn_implementation, lm.config.model_type
@@ -150,18 +160,18 @@ def use_team(lm: Any, team: Team) -> None:
         raise UserError(
             f"trainer.context_ranks={team.ranks}: rows of {family} cannot be shared: {fault}; use context_ranks = 1"
         )
-    for layer in lm.modules():  # what the registry calls is given the layer
+    for layer in lm.modules():  # `attend` gets the layer as an argument
         layer._team = team
     choose_attention(lm, TEAM + (SDPA if own == SDPA else FLEX))
 
 
 def uses_team(lm: Any) -> bool:
-    """True when the attention layers of `lm` exchange with a context-parallel group."""
+    """True when the attention layers of `lm` use context parallelism."""
     return lm.config.get_text_config()._attn_implementation.startswith(TEAM)
 
 
 class _Part:
-    """An attention layer of a part of the heads: all else is the layer's."""
+    """An attention layer with a part of the heads; all other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module, num_key_value_groups: int) -> None:
         self._layer, self.num_key_value_groups = layer, num_key_value_groups
@@ -180,10 +190,10 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer; it returns R x S x A x D.
-    ValueError for a layer that no context-parallel group can share.
+    ValueError for a layer that a context-parallel group cannot share.
 
-    `attention_mask` is that of whole rows, `inner` the name of their attention. Heads of keys that
-    are fewer than ranks, or not shared evenly, are repeated first.
+    `attention_mask`: of whole rows; `inner`: the name of the attention that computes them. Key
+    heads that the ranks cannot share evenly are repeated first.
     """
     team: Team = layer._team
     heads, kept = query_RASD.shape[HEADS], key_RASD.shape[HEADS]
@@ -201,8 +211,8 @@ def attend(
 
 
 def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
-    """The i-th share of each part along the dimension `split` goes to rank i; what comes is put
-    together along the dimension `joined`.
+    """All-to-all of each part: splits it along the dimension `split`, sends share i to rank i, and
+    concatenates the received shares along the dimension `joined`.
     """
     shares = [torch.stack(part.chunk(team.ranks, split)) for part in parts]
     sizes = [share[0].numel() for share in shares]
@@ -212,8 +222,8 @@ def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) ->
 
 
 class _Exchange(torch.autograd.Function):
-    """All parts in one collective, so that no order in which gradients are ready can make ranks
-    wait for each other.
+    """Exchanges all parts in one collective: with several, ranks whose gradients are ready in
+    different orders could deadlock.
     """
 
     @staticmethod
@@ -227,7 +237,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the team; its gradient is this rank's own."""
+    """The sum over the group; its gradient is this rank's own."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, team: Team) -> Tensor:

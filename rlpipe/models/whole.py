@@ -1,5 +1,5 @@
-"""A policy in the store as a whole model in a local folder, whether it is stored whole or as an
-adapter. Imports no torch for a whole one.
+"""Makes a whole model, in a local folder, of a policy that is stored whole or as an adapter.
+Imports no torch for a whole one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlpipe.store.local_copy import made_once, materialise
 
 
 def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
-    """The whole policy that the policy `ref` is an adapter of; None of one that is whole."""
+    """The base of a policy that is an adapter; None for a whole policy."""
     records = [record for record in read_manifest(store, ref.folder, ref.sha256).files if record.plain_name == BASE]
     if not records:
         return None
@@ -24,8 +24,8 @@ def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
 
 
 def base_and_adapter(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path) -> tuple[Path, Path | None]:
-    """The local folders of a policy's base, below `bases_dir`, and of the adapter; of a whole
-    policy itself, and None.
+    """The local folders of a policy's base, below `bases_dir`, and of its adapter; for a whole
+    policy its own folder, and None.
     """
     base = base_of(store, ref)
     whole = materialise(store, base or ref, bases_dir)
@@ -33,12 +33,12 @@ def base_and_adapter(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir:
 
 
 def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path | None = None) -> Path:
-    """A policy as a whole model in HF format in a local folder below `local_dir`: its files, or an
-    adapter merged into its base.
+    """Returns a local folder below `local_dir` with a policy as a whole model in HF format: its
+    files, or its adapter merged into its base.
 
-    Made once, verified, appears atomically. Whole policies, which are bases too, lie below
-    `bases_dir` where one is given: a base is fetched once for all its adapters. StoreError when an
-    adapter and its base do not fit.
+    It is made once, verified, and appears atomically. StoreError when an adapter and its base do
+    not fit. Whole policies, which may be bases, are put below `bases_dir` if one is given, so that
+    a base is fetched once for all its adapters.
     """
     base = base_of(store, ref)
     if base is None:
@@ -47,7 +47,7 @@ def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Pat
     target = local_dir / f"{adapter.name}-merged"
     if target.is_dir():
         return target
-    from rlpipe.models.merge import merge  # torch, which takes seconds to import
+    from rlpipe.models.merge import merge  # imports torch, which takes seconds
 
     whole = materialise(store, base, bases_dir or local_dir)
     with made_once(target) as partial:

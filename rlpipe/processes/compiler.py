@@ -1,5 +1,6 @@
 """Checks that this machine can build the launchers of Triton's kernels: Triton compiles a small C
-extension where it has none cached, also where all kernels are cached."""
+extension if it has none in its cache, even if all kernels are cached.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from pathlib import Path
 
 from rlpipe.base.errors import UserError
 
-SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # where a C compiler looks for headers besides
+SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # further places in which a C compiler looks for headers
 
 
 def check_compiler(field: str) -> None:
-    """UserError naming `field` where training on GPUs would find no C compiler, or no headers of
-    this Python.
+    """Raises UserError naming `field` when there is no C compiler, or there are no headers of this
+    Python, which training on GPUs needs.
     """
     named = os.environ.get("CC", "")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):

@@ -1,9 +1,9 @@
-"""This machine's GPUs: which of them a child process gets, whether they are here, and how large
-they are.
+"""This machine's GPUs: assigns them to child processes, checks that they exist, and reads their
+memory.
 
-`gpu_ids` of the config are numbers into what this process may see itself: into its
-CUDA_VISIBLE_DEVICES where a scheduler or a user has set it (numbers, UUIDs or MIG instances), else
-into all GPUs, as nvidia-smi numbers them.
+`gpu_ids` in the config index into the GPUs that this process sees: into its CUDA_VISIBLE_DEVICES
+(numbers, UUIDs or MIG instances) if a scheduler or a user has set it, else into all GPUs in the
+order of nvidia-smi.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from pathlib import Path
 from rlpipe.base.errors import UserError
 
 VISIBLE, ORDER, BY_BUS = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-UUIDS = ("GPU-", "MIG-")  # how ids begin that are no numbers
+UUIDS = ("GPU-", "MIG-")  # prefixes of ids that are not numbers
 DEVICES = Path("/dev")
-OTHER_DEVICES = ("dxg", "kfd")  # of WSL and of AMD, which number no GPUs there
+OTHER_DEVICES = ("dxg", "kfd")  # device files of WSL and of AMD, which do not number the GPUs
 QUERY = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
-# what nvidia-smi -L says of a MIG instance: its profile's name, with the GB in it, and its id
+# the line of nvidia-smi -L for a MIG instance: the name of its profile, which has the GB, and its
+# id
 MIG_LINE = re.compile(r"^\s*MIG \S*?(\d+)gb\S* .*\(UUID:\s*(MIG-[^)]+)\)", re.MULTILINE)
-# of the GB in a profile's name that is memory, GiB: 4.75 of 5, 9.5 of 10, 19.6 of 20
+# GiB of memory per GB in a profile's name: 4.75 of 5, 9.5 of 10, 19.6 of 20
 MIG_SHARE = 0.92
 
 
 def gpu_environment(field_name: str, gpu_ids: list[int]) -> dict[str, str]:
-    """The environment variables that show a child process these GPUs and no others; {} for none.
-    UserError, naming the field, when this process may not use one of them."""
+    """The environment variables with which a child process sees only these GPUs; {} for none.
+    UserError naming the field when this process may not use one of them.
+    """
     if not gpu_ids:
         return {}
     variables = {VISIBLE: ",".join(_of_one_process(field_name, gpu_ids))}
-    # what was inherited means what it means to whoever set it
+    # an inherited value is kept: its order is that of whoever set it
     return variables if VISIBLE in os.environ or ORDER in os.environ else variables | {ORDER: BY_BUS}
 
 
 def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> None:
-    """UserError (with the config field's name) when this machine has not so many GPUs, or this
+    """Raises UserError naming the config field when this machine does not have these GPUs, or this
     process may not use them.
 
-    `num_processes`: how many share them evenly. Where a driver has no files of its own, nothing is
-    known of the machine.
+    `num_processes`: the number of processes that share them evenly. With drivers that have no
+    device file per GPU (WSL, AMD) the number of GPUs is not checked.
     """
     devices, share = _visible(field_name, gpu_ids), len(gpu_ids) // num_processes
     for index in range(num_processes):
@@ -59,17 +61,19 @@ def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> N
 
 
 def gpu_gib(gpu_ids: list[int]) -> float | None:
-    """Memory of the smallest of these GPUs of this machine; None where nvidia-smi does not say."""
+    """The memory, in GiB, of the smallest of these GPUs of this machine; None where nvidia-smi does
+    not report it.
+    """
     try:
         devices = _visible("gpu_ids", gpu_ids)
         if devices[0].startswith("MIG-"):
             gib = {uuid: MIG_SHARE * float(size) for size, uuid in MIG_LINE.findall(_nvidia_smi("-L"))}
             return min(gib[device] for device in devices)
-        mib: dict[str, float] = {}  # by number and by UUID
+        mib: dict[str, float] = {}  # memory by index and by UUID
         for number, uuid, size in (line.split(", ") for line in _nvidia_smi(*QUERY).splitlines()):
             mib |= {number: float(size), uuid: float(size)}
         if devices[0].isdecimal() and os.environ.get(ORDER, "" if VISIBLE in os.environ else BY_BUS) != BY_BUS:
-            # CUDA numbers them by speed, nvidia-smi does not: it may be any of them
+            # CUDA orders GPUs by speed, nvidia-smi does not: it may be any of them
             devices = [*mib]
         return min(mib[device] for device in devices) / 1024
     except (OSError, ValueError, KeyError, subprocess.SubprocessError, UserError):
@@ -89,8 +93,9 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def _inherited() -> list[str] | None:
-    """The GPUs that this process sees, as CUDA reads them; None: all GPUs. A list ends at its first
-    invalid entry, and one that repeats an entry is empty."""
+    """The GPUs that this process sees, by CUDA's rules; None: all GPUs. A list ends at its first
+    invalid entry; a list that repeats an entry is empty.
+    """
     if VISIBLE not in os.environ:
         return None
     words = [word.strip() for word in os.environ[VISIBLE].split(",")]
@@ -105,9 +110,9 @@ def _inherited() -> list[str] | None:
 
 
 def _visible(field_name: str, gpu_ids: list[int]) -> list[str]:
-    """The ids of these GPUs that CUDA knows.
+    """The ids of these GPUs for CUDA.
 
-    UserError when they are not of those that this process sees.
+    UserError when this process does not see one of them.
     """
     inherited = _inherited()
     if inherited is None:
@@ -122,7 +127,9 @@ def _visible(field_name: str, gpu_ids: list[int]) -> list[str]:
 
 
 def _of_one_process(field_name: str, gpu_ids: list[int]) -> list[str]:
-    """The ids of GPUs that one process or one gang has. UserError when that cannot be."""
+    """The ids of the GPUs of one process, or of the trainer processes of a node. UserError for a
+    combination that is not possible.
+    """
     devices = _visible(field_name, gpu_ids)
     if len(devices) > 1 and devices[0].startswith("MIG-"):
         raise UserError(

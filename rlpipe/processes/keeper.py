@@ -1,5 +1,5 @@
-"""Runs the module of a process that runs a user's code, as a child, and ends with it: then nothing
-that the code started is left, also where somebody else killed that child alone (the kernel, for
+"""Runs a module with a user's code as a child process, and ends with it. It then kills all
+processes that the code started, also if only the child was killed from outside (by the kernel, for
 memory). `python -m rlpipe.processes.keeper MODULE`.
 """
 
@@ -23,18 +23,19 @@ def main(module: str) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
     nothing = os.open(os.devnull, os.O_RDWR)
-    for pipe in (0, 1):  # they are the child's: its owner sees them end with it
+    # only the child keeps the pipes, so that its owner sees them close when it ends
+    for pipe in (0, 1):
         os.dup2(nothing, pipe)
     end_with_owner()
     ended, status = 0, 0
-    while ended != child:  # the others are what it left behind
+    while ended != child:  # others are orphans of the child
         ended, status = os.wait()
     kill_descendants(os.getpid())
     _end_like(status)
 
 
 def _end_like(status: int) -> None:
-    """Ends this process as another one has ended."""
+    """Ends this process with the exit status of another one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

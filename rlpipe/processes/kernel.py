@@ -1,6 +1,7 @@
-"""Calls of Linux that Python has no function for, and what a process does to itself with them.
+"""System calls of Linux that Python has no function for, and the restrictions that a process puts
+on itself with them.
 
-Standard library only, and little of it.
+Imports only the standard library, and little of it.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ PR_CAPBSET_DROP, CAPABILITY_VERSION, CAP_SYS_ADMIN, CAP_PERFMON = 24, 0x20080522
 
 # Landlock. Its system calls have the same numbers on every architecture
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
-LANDLOCK_SIGNALS = 6  # the first version in which a process signals nobody outside its domain
-OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the few rights that a file has
+LANDLOCK_SIGNALS = 6  # the first version that can forbid signals to processes outside the domain
+OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that apply to files
 SCOPED_SOCKETS, SCOPED_SIGNALS = 1, 2  # abstract sockets, and signals
 
-# of the id of a thread's clock, whose processor time is meant:
-# CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
+# in the id of a clock, selects a thread's processor time: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 THREAD_CLOCK = 6
-KILL_S = 5.0  # what cannot be killed in this time waits for a disk or a device
+KILL_S = 5.0  # a process that is not dead after this time waits for a disk or a device
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock ABI; 0 when it has none or a container refuses it."""
+    """The version of the kernel's Landlock; 0 when it has none, or a container forbids it."""
     with suppress(OSError):
         return call("syscall", LANDLOCK_CREATE, None, 0, 1)
     return 0
 
 
 def landlock(rights: int, ports: int, scoped: int, rules: dict[str, int]) -> None:
-    """From now on this process and its children have of `rights` on files only those of `rules`,
-    open no TCP port (version 4), and reach only each other by what is `scoped` (version 6). No
-    process outside can be traced, or its memory and environment read.
+    """Restricts this process and its children for good. Of the `rights` on files they keep only
+    those in `rules`; they can open no TCP port (version 4), and use what is `scoped` only among
+    each other (version 6). They cannot trace outside processes, or read their memory or
+    environment.
     """
     version = landlock_version()
     scoped = scoped if version >= LANDLOCK_SIGNALS else 0
@@ -59,12 +60,12 @@ def landlock(rights: int, ports: int, scoped: int, rules: dict[str, int]) -> Non
 
 
 def seclude() -> bool:
-    """Bars this process, and all that it starts, from now on from the processes outside, of the
-    same user: from reading their environment and memory, and from signalling them. Returns True
-    from Linux 6.12 on; elsewhere nothing changes, and it returns False. For root see
-    `leave_rights`.
+    """Forbids this process and its children, for good, to read the environment and memory of
+    outside processes of the same user, and to signal them. Returns True from Linux 6.12 on;
+    otherwise does nothing and returns False. For root see `leave_rights`.
 
-    A process that is not root can no longer become another user (sudo): the kernel wants that.
+    Trap: a process that is not root can then no longer become another user (sudo); the kernel
+    requires that.
     """
     if landlock_version() < LANDLOCK_SIGNALS:
         return False
@@ -77,16 +78,16 @@ def seclude() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Keeps all descendants of this process below it in the tree of processes, whichever of them
-    ends. Linux only."""
+    """Makes this process the parent of its orphaned descendants, so that all of them stay below it.
+    Linux only.
+    """
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants(root: int) -> None:
-    """Kills all that the process `root` has started, and what that has, in whatever session, and
-    the others of the group that it leads, should it have ended; returns when none is left, or after
-    KILL_S.
+    """Kills all descendants of the process `root`, in any session, and, if it has ended, the rest
+    of the process group that it leads. Returns when none is left, or after KILL_S.
     """
     deadline_s = time.monotonic() + KILL_S
     while (pids := _descendants(root)) and time.monotonic() < deadline_s:
@@ -97,7 +98,7 @@ def kill_descendants(root: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """The processes below `root` that have not ended."""
+    """The descendants of `root` that have not ended."""
     children: dict[int, list[int]] = {}
     alive: set[int] = set()
     for name in filter(str.isdecimal, os.listdir("/proc") if sys.platform == "linux" else ()):
@@ -115,30 +116,31 @@ def _descendants(root: int) -> list[int]:
 
 
 def leave_rights() -> None:
-    """Root's rights to read the memory map of any process, which Landlock does not take: this
-    process, and all that it starts, loses them for good, and with them the right to mount.
+    """Drops, for good, the capabilities of root to read the memory map of any process, which
+    Landlock does not take away, and with them the right to mount; for this process and its
+    children.
     """
     if sys.platform != "linux":
         return
     header, sets = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     call("capget", header, sets)
-    # effective, permitted, inheritable: the low halves, then the high ones
+    # effective, permitted, inheritable: the low 32 bits, then the high ones
     held = list(struct.unpack("=6I", sets.raw))
     for number in (CAP_SYS_ADMIN, CAP_PERFMON):
         half, bit = 3 * (number // 32), 1 << number % 32
         if held[half + 1] & bit:
-            prctl(PR_CAPBSET_DROP, number)  # root has no other after an exec
+            prctl(PR_CAPBSET_DROP, number)  # after an exec root has only those of the bounding set
         held[half : half + 3] = [word & ~bit for word in held[half : half + 3]]
     call("capset", header, struct.pack("=6I", *held))
 
 
 def prctl(option: int, value: int, pointer: bytes | int = 0) -> None:
-    """OSError when it fails."""
+    """Calls prctl. OSError when it fails."""
     call("prctl", option, value, pointer, 0, 0)
 
 
 def call(name: str, *arguments: int | bytes | str | ctypes.Array[ctypes.c_char] | None) -> int:
-    """The C library's function `name`; OSError when it fails."""
+    """Calls the C library's function `name`. OSError when it fails."""
     encoded = [os.fsencode(value) if isinstance(value, str) else value for value in arguments]
     words = [ctypes.c_long(value) if isinstance(value, int) else value for value in encoded]
     result = int(getattr(_libc, name)(*words))
@@ -149,26 +151,28 @@ def call(name: str, *arguments: int | bytes | str | ctypes.Array[ctypes.c_char] 
 
 
 class ThreadWork(NamedTuple):
-    """The work of threads: their seconds of processor time, and the ids of their child processes
-    that are still there."""
+    """The work of threads: their processor time in seconds, and the ids of their child processes
+    that still exist.
+    """
 
     cpu_s: float
     children: set[int]
 
 
 def thread_ids() -> set[int]:
-    """The threads of this process; none where the kernel does not say."""
+    """The ids of the threads of this process; empty where the kernel does not list them."""
     with suppress(OSError):
         return {int(name) for name in os.listdir("/proc/self/task")}
     return set()
 
 
 def work_of(threads: set[int]) -> ThreadWork:
-    """The work of these threads of this process; of no threads, the work of the whole process, as
-    far as it is known."""
+    """The work of these threads of this process; for no threads the work of the whole process, as
+    far as it is known.
+    """
     cpu_s, children = 0.0 if threads else time.process_time(), set[int]()
     for thread in threads:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             cpu_s += time.clock_gettime(~thread << 3 | THREAD_CLOCK)
             with open(f"/proc/self/task/{thread}/children") as file:
                 children.update(map(int, file.read().split()))

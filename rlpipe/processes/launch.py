@@ -1,5 +1,6 @@
-"""Child processes that die with their parent, are restarted within
-a budget, and leave no orphan."""
+"""Child processes that die with their parent, are restarted within a budget, and leave no
+orphans.
+"""
 
 from __future__ import annotations
 
@@ -25,30 +26,30 @@ from rlpipe.base.errors import UserError
 log = logging.getLogger(__name__)
 PARENT_POLL_S = 0.5
 STOP_GRACE_S = 5.0
-KILL_TIMEOUT_S = 60.0  # the kernel may need a while to free what a process had
-READY_TIMEOUT_S = 600.0  # for compilers, and for what is loaded
-SAY_S = 30.0  # how often it is said that a process is not ready yet
+KILL_TIMEOUT_S = 60.0  # the kernel may need some time to free the memory of a process
+READY_TIMEOUT_S = 600.0  # for compilers, and for loading weights
+SAY_S = 30.0  # how often it is logged that a process is not ready yet
 LOG_LINES = 15
 OPEN_FILES_MAX = 1 << 20
-# that are looked through: above are those of Kubernetes' services, which it takes to their pods on
-# every address of a node, whoever listens
+# the ports to choose from; above them are those of Kubernetes' services, which it forwards to their
+# pods on every address of a node, even if another process listens
 PORTS = range(10_000, 30_000)
-# that the kernel gives connections: the first and the last
+# the first and the last ephemeral port, which the kernel assigns to connections
 CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Another beginning in each process: two seldom choose the same port. Eleven further each: an SGLang
-# whose attention is divided (--attn-dp-size) also takes the seven from its own + 233, and two that
-# were given neighbours met there, and one did not start.
+# A random start in each process, so that two seldom choose the same port. Steps of eleven: an
+# SGLang with data-parallel attention (--attn-dp-size) also takes seven ports from its own + 233, so
+# two with neighbouring ports would collide there, and one would not start.
 _turns = itertools.count(random.randrange(len(PORTS)), 11)
 PARENT_VARIABLE = "RLPIPE_PARENT_PID"
-# How long a thread of a process looks for work before it sleeps: some microseconds bridge the gaps
-# between the operations of a forward pass (two threads train 1.35 times faster on quiet cores);
-# longer, and threads take the cores from each other where these are busy.
+# The time for which an idle thread spins before it sleeps. Some microseconds bridge the gaps
+# between the operations of a forward pass (two threads train 1.35 times faster on idle cores); with
+# more, threads take busy cores from each other.
 THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def raise_file_limit() -> None:
-    """Lets this process, and those it starts, open as many files as the system allows: each rollout
-    in flight is a socket.
+    """Raises the limit of open files of this process and its children to the system's maximum: each
+    rollout in flight is a socket.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
@@ -58,14 +59,14 @@ def raise_file_limit() -> None:
 
 
 def free_port() -> int:
-    """A TCP port for a process that will listen on it: free a moment ago at every address, and not
-    one that this process was just given.
+    """Returns a TCP port for a process that will listen on it: it was free a moment ago on every
+    address, and was not returned just before.
 
-    It is below the ports that the kernel gives connections: one of those may be a connection's by
-    the time that a server has loaded its model and listens. OSError when none is free.
+    OSError when none is free. It is below the ephemeral ports: a connection could take one of these
+    before a server has loaded its model and listens.
     """
     below = PORTS.stop
-    with contextlib.suppress(OSError, ValueError):  # not Linux
+    with contextlib.suppress(OSError, ValueError):  # on systems other than Linux
         below = int(CONNECTION_PORTS.read_text().split()[0])
     ports = range(PORTS.start, below) if PORTS.start < below < PORTS.stop else PORTS
     for _ in ports:
@@ -77,9 +78,9 @@ def free_port() -> int:
 
 
 def check_port_free(field_name: str, port: int) -> None:
-    """UserError (with the config field's name) when another process listens on 127.0.0.1:`port`."""
+    """Raises UserError naming the config field when another process listens on 127.0.0.1:`port`."""
     with socket.socket() as probe:
-        # a port in TIME_WAIT after our own last server is free for us
+        # with SO_REUSEADDR a port in TIME_WAIT, after our own last server, is free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -95,22 +96,22 @@ def answers(url: str, key: str = "", timeout_s: float = 2.0) -> bool:
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return answer.status == 200
-    except OSError:  # an URLError is one
+    except OSError:  # URLError is a subclass
         return False
 
 
 def _parent() -> int:
-    """The process to die with: named by whoever started us, as it may be gone before we can ask;
-    else our parent.
+    """The id of the process to die with: as given by the one that started us, since it may end
+    before we can ask; else our parent.
     """
     return int(os.environ.get(PARENT_VARIABLE) or os.getppid())
 
 
 def die_with_parent() -> None:
-    """Kills this process (SIGKILL) within a second of its parent's end, however the parent ended.
+    """Makes this process die (SIGKILL) within a second after its parent ends in any way.
 
-    Polling getppid is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that forked.
-    Children of this process that call it die with this process.
+    It polls getppid, which is portable and, unlike PR_SET_PDEATHSIG, not bound to the thread that
+    forked. Children of this process that call it die with this process.
     """
     parent = _parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -124,11 +125,11 @@ def die_with_parent() -> None:
 
 
 def run_and_die_with_parent(argv: list[str]) -> int:
-    """Runs a program that knows nothing of its parent (Prefect's server, SGLang) and kills its
-    process group with us.
+    """Runs a program that does not watch its parent (Prefect's server, SGLang), and kills its
+    process group when we end.
 
-    SIGTERM is passed on; what is left shortly before our own SIGKILL would come is killed,
-    grandchildren too.
+    Passes SIGTERM on; kills the remaining processes, grandchildren too, shortly before our own
+    SIGKILL would come.
     """
     parent, deadline = _parent(), float("inf")
     child: subprocess.Popen[bytes] | None = None
@@ -138,7 +139,8 @@ def run_and_die_with_parent(argv: list[str]) -> int:
         deadline = min(deadline, time.monotonic() + STOP_GRACE_S - 2 * PARENT_POLL_S)
         signal_group(child, signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, stop)  # before the child: a SIGTERM in between must not orphan it
+    # before the child starts: a SIGTERM in between must not orphan it
+    signal.signal(signal.SIGTERM, stop)
     child = subprocess.Popen(argv, start_new_session=True)
     while True:
         try:
@@ -151,7 +153,9 @@ def run_and_die_with_parent(argv: list[str]) -> int:
 
 
 def signal_group(process: subprocess.Popen[bytes] | None, number: int) -> None:
-    """To a process that was started in a session of its own, and to all that it started."""
+    """Sends a signal to a process that was started in a session of its own, and to its process
+    group.
+    """
     if process is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -164,9 +168,10 @@ def wrapped(argv: list[str]) -> list[str]:
 
 @dataclass
 class Service:
-    """One child process: started, watched, restarted within `restarts_max`, stopped.
+    """A child process that can be started, watched, restarted (at most `restarts_max` times) and
+    stopped.
 
-    `ready` returns False until the process can serve; it is asked every 0.1 s up to
+    `ready` returns False until the process can serve; it is called every 0.1 s for at most
     `ready_timeout_s`.
     """
 
@@ -200,7 +205,7 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def ensure(self) -> bool:
-        """Restarts the process if it ended; True when it did.
+        """Restarts the process if it has ended; returns True if it did.
 
         RuntimeError once the restart budget is spent.
         """
@@ -214,8 +219,8 @@ class Service:
         return True
 
     def wait_ready(self) -> None:
-        """Returns when `ready` says so; RuntimeError with the end of the log when it ends or takes
-        too long. Meanwhile it is said every SAY_S.
+        """Waits until `ready` returns True, and logs a line every SAY_S. RuntimeError with the end
+        of the log when the process ends or takes too long.
         """
         began_at, say_s = time.monotonic(), SAY_S
         while (waited_s := time.monotonic() - began_at) < self.ready_timeout_s:
@@ -236,7 +241,7 @@ class Service:
         raise self._fault(f"was not ready after {self.ready_timeout_s:g} s")
 
     def stop(self) -> None:
-        """SIGTERM to the process group, SIGKILL after a grace."""
+        """Ends the process group: SIGTERM, then SIGKILL after a grace period."""
         if self.process is None or self.process.poll() is not None:
             return
         signal_group(self.process, signal.SIGTERM)
@@ -247,7 +252,7 @@ class Service:
             self.process.wait(timeout=KILL_TIMEOUT_S)
 
     def _fault(self, what: str) -> RuntimeError:
-        """The error that says what happened, with the end of the log."""
+        """An error that describes `what` happened, with the end of the log."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         tail = "\n".join(text.splitlines()[-LOG_LINES:])
         return RuntimeError(f"{self.name} {what}; its log: {self.log_path}\n{tail}")

@@ -1,5 +1,5 @@
-"""JSON lines over pipes, in an event loop: for a process and its owner that have many things to say
-at once.
+"""JSON lines over pipes, in an event loop, for a process and its owner that exchange many messages
+at the same time.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from typing import Any
 from rlpipe.base.values import JsonDict, json_object
 from rlpipe.processes.user_code import Record
 
-LINE_BYTES_MAX = 1 << 28  # of what a process answers, a hundred times the largest
+LINE_BYTES_MAX = 1 << 28  # a hundred times the largest answer of a process
 
 
 def parsed_line(line: bytes | bytearray) -> JsonDict:
-    """The object in a line; ValueError where a user's code wrote something else to that pipe."""
+    """Parses the JSON object in a line. ValueError when a user's code wrote something else to that
+    pipe.
+    """
     if (said := json_object(line)) is None:
         raise ValueError(f"its code wrote {bytes(line[:40])!r} in the place of an answer")
     return said
 
 
 class LineReader(asyncio.Protocol):
-    """Calls `on_message` with what each line says, and `on_end` once the other end has closed, or
-    says nothing that can be understood.
+    """Calls `on_message` with the object of each line, and `on_end` once the other end has closed,
+    or has sent an invalid line.
     """
 
     def __init__(self, on_message: Callable[[Any], None], on_end: Callable[[], object]) -> None:
         self._on_message = on_message
         self._on_end = on_end
-        self._begun: list[bytes] = []  # parts of a line that has not ended
-        self._num_bytes = 0  # of these
+        self._begun: list[bytes] = []  # parts of the current, incomplete line
+        self._num_bytes = 0  # of these parts
         self._is_over = False
 
     def data_received(self, data: bytes) -> None:

@@ -9,26 +9,25 @@ from collections.abc import Iterator
 
 
 def trim() -> None:
-    """Gives the kernel what this process has freed and the C library has kept; does nothing where
-    that is not glibc.
+    """Returns memory that this process has freed, but the C library has kept, to the kernel; does
+    nothing without glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def collect() -> None:
-    """Frees at once all objects that nobody holds, also those in cycles, and those that were
-    settled."""
+    """Frees all unreachable objects now, including those in cycles and those that were settled."""
     gc.unfreeze()
     gc.collect()
 
 
 def settle_heap() -> None:
-    """The garbage collector looks through what is in memory now, and no more from then on, until
-    this is called again.
+    """Collects garbage once, then exempts all current objects from garbage collection, until it is
+    called again.
 
-    A process with Prefect or torch has half a million objects, nearly all of them for good: to look
-    through them takes 0.1 to 0.3 s, and was done every other iteration.
+    A process with Prefect or torch has half a million objects, nearly all permanent; each
+    collection would take 0.1 to 0.3 s, about every second iteration.
     """
     collect()
     gc.freeze()
@@ -36,8 +35,7 @@ def settle_heap() -> None:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """A settled heap in the body; behind it the garbage collector
-    looks through everything again."""
+    """Settles the heap within the body; afterwards all objects are collected again."""
     settle_heap()
     try:
         yield

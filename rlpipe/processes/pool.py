@@ -1,5 +1,5 @@
-"""The pool of processes that run a user's code: each is asked one request at a time, with a
-deadline, and replaced when it ends.
+"""A pool of processes that run a user's code: each gets one request at a time, with a deadline, and
+is replaced when it ends.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
-# to start Python and to import what it runs, on a busy machine too: what hangs is given up
+# to start Python and import the code, also on a busy machine; a process that hangs is given up
 START_TIMEOUT_S = 300.0
-# of a process that is killed while it loads the code: by the kernel for memory, or by somebody
+# tries of a process that is killed while it loads the code (by the kernel, for memory, or from
+# outside)
 LOADS_MAX = 2
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.5
 END_S, END_POLL_S = 2.0, 0.01
 ONE_THREAD = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}  # many processes share the machine
-LATE_S = 60.0  # that an answer may take to be read which was begun before the deadline
+LATE_S = 60.0  # to read an answer that began before the deadline
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class ProcessEnded(Exception):
 
 
 class ChildPool:
-    """`workers` processes, `python -m <module>`, which all load the same code, from here to
+    """`workers` processes, `python -m <module>`, which all load the same code and run until
     `close`.
     """
 
@@ -53,41 +54,41 @@ class ChildPool:
         self, field: str, module: str, hello: Record, *, workers: int = 1, start_timeout_s: float = START_TIMEOUT_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """`field` is what errors name.
+        """Prepares the pool. `field`: the config field that errors name.
 
-        The module calls `serve`; `hello` is the first request, which says what to load.
-        `environment`: the variables of the processes; none: those of `code_environment`.
+        The module must call `serve`; `hello`: the first request, which names the code to load.
+        `environment`: the variables of the processes; None: those of `code_environment`.
         """
         assert workers > 0
         variables = code_environment() if environment is None else environment
         self.children = [Child(field, module, hello, start_timeout_s, variables) for _ in range(workers)]
 
     def on_all(self, function: Callable[[Child], T]) -> list[T]:
-        """Calls the function with every child, each in the child's thread; the first error once all
-        have ended.
+        """Calls the function with every child, each in the child's thread; raises the first error
+        once all calls have ended.
         """
         calls = [child.thread.submit(function, child) for child in self.children]
         wait(calls)
         return [call.result() for call in calls]
 
     def close(self) -> None:
-        """Kills the processes: whoever waits for one, or asks later, gets an EngineError."""
+        """Kills the processes: waiting and later requests get an EngineError."""
         for child in self.children:
             child.close()
         self.on_all(Child.end)
 
 
 class Child:
-    """One process of a pool, replaced by a new one when it has ended.
+    """One process of a pool, which is replaced by a new one when it has ended.
 
-    Only its `thread` starts and asks it: one call after the other.
+    Only its `thread` starts it and sends requests: one call after the other.
     """
 
     def __init__(
         self, field: str, module: str, hello: Record, start_timeout_s: float, environment: Mapping[str, str]
     ) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=field)
-        self.num_started = 0  # processes so far, so that a new one can be told from the one before
+        self.num_started = 0  # processes so far: tells a new process from the one before
         self._field = field
         self._module = module
         self._hello = hello
@@ -97,11 +98,13 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._printed: Printed | None = None
         self._closed = False
-        self._lock = threading.Lock()  # of the two above: `close` misses no process
+        # guards `_process` and `_closed`, so that `close` misses no process
+        self._lock = threading.Lock()
 
     def start(self) -> Any:
-        """Returns the message that the process sends when it is ready, as its module says; starts a
-        new process where there is none. UserError when it cannot load the code."""
+        """Starts a new process if there is none; returns the message that it sends when it is
+        ready. UserError when it cannot load the code.
+        """
         if self._process is not None and not has_ended(self._process):
             return self._ready
         for tries_left in reversed(range(LOADS_MAX)):
@@ -129,8 +132,9 @@ class Child:
         return UserError(f"{self._field}: the process that loads it {what}; its output is above")
 
     def ask(self, request: Record, timeout_s: float) -> Any:
-        """The answer, with the fields that its module says; ProcessEnded, or TimeoutError. The
-        process is dead after either."""
+        """Sends a request; returns the answer, whose fields its module defines. ProcessEnded or
+        TimeoutError; after either the process is dead.
+        """
         assert self._process is not None, "it was never started"
         answer = None
         try:
@@ -138,19 +142,19 @@ class Child:
             return answer
         finally:
             if answer is None:
-                self.end()  # what is left of this exchange would be read as the next answer
+                self.end()  # the rest of this exchange would be read as the next answer
                 self._check_open()
 
     def end(self) -> None:
-        """Kills the process and its children; returns when it is gone."""
+        """Kills the process and its children; returns when it has ended."""
         if self._process is not None:
-            with self._process:  # closes the pipes and waits
+            with self._process:  # closes the pipes and waits for the process
                 self._kill()
             assert self._printed is not None
             self._printed.wait()
 
     def close(self) -> None:
-        """Kills the process, from any thread, and lets no other start."""
+        """Kills the process, from any thread, and prevents a new one."""
         with self._lock:
             self._closed = True
             self._kill()
@@ -160,15 +164,15 @@ class Child:
             kill(self._process)
 
     def _check_open(self) -> None:
-        if self._closed:  # what is at work may outlive the run's session: it must record no fault
+        if self._closed:  # a call may outlive the run's session: it must not record a fault
             raise EngineError(f"{self._field}: its processes were closed")
 
 
 def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B008 (it cannot be changed)
-    """The environment of a process that runs a user's code, where a policy may have it printed:
-    ours without secrets but those passed.
+    """The environment of a process that runs a user's code: ours, without secrets other than those
+    that are passed, as a policy may get it printed.
 
-    UserError where one of these is not set.
+    UserError when a passed one is not set.
     """
     unset = next((name for name in secrets.passed if name not in os.environ), None)
     if unset is not None:
@@ -177,8 +181,9 @@ def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B
 
 
 def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Printed]:
-    """A new process with this environment, `python -m <module>` below a keeper, whose the pid is,
-    with pipes to it and from it; and what it prints, under this name.
+    """Starts `python -m <module>` with this environment, as a child of a keeper. Returns the
+    keeper's process, with pipes to and from the module, and its output, which is logged under
+    `name`.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "rlpipe.processes.keeper", module],
@@ -187,26 +192,27 @@ def spawned(name: str, module: str, environment: Mapping[str, str]) -> tuple[sub
         stderr=subprocess.PIPE,
         bufsize=0,
         env=environment,
-        start_new_session=True,  # a kill takes the code's own children too
+        start_new_session=True,  # so a kill reaches children of the code, too
     )
     assert process.stderr is not None
-    printed, process.stderr = Printed(name, process.stderr), None  # whose thread alone reads and closes it
+    # only the thread of Printed reads and closes it
+    printed, process.stderr = Printed(name, process.stderr), None
     return process, printed
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process, its keeper, and all that it started, in whatever session; also where
-    somebody else killed one of the two.
+    """Kills the process, its keeper and all their descendants, in any session, also if one of the
+    two was killed from outside.
     """
-    if process.returncode is None:  # once reaped, the pid may be someone else's
-        signal_group(process, signal.SIGSTOP)  # it starts no other meanwhile
+    if process.returncode is None:  # once it is reaped, another process may have the pid
+        signal_group(process, signal.SIGSTOP)  # so that it starts no other process meanwhile
         kill_descendants(process.pid)
         signal_group(process, signal.SIGKILL)
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Does not reap it: until then its process group is its own, so that a kill reaches its
-    children.
+    """True when the process has ended. Does not reap it: until then its process group stays its
+    own, so that a kill reaches its children.
     """
     if process.returncode is not None:
         return True
@@ -214,8 +220,8 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def wait_for_end(process: subprocess.Popen[bytes]) -> None:
-    """Returns when a process has ended that closed its pipes, or after END_S: its keeper knows a
-    moment later how.
+    """Waits until a process that closed its pipes has ended, END_S at most: its keeper gets the
+    exit status a moment later.
     """
     deadline_s = time.monotonic() + END_S
     while not has_ended(process) and time.monotonic() < deadline_s:
@@ -223,7 +229,7 @@ def wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) -> JsonDict:
-    """Writes a line and reads one; ProcessEnded or TimeoutError."""
+    """Writes a line and reads one. ProcessEnded or TimeoutError."""
     deadline_s = time.monotonic() + timeout_s
     outgoing = memoryview(json.dumps(line).encode() + b"\n")
     answer = bytearray()
@@ -236,8 +242,8 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
         while not answer.endswith(b"\n"):
             left_s = deadline_s - time.monotonic()
             ready = {key.fileobj for key, _ in selector.select(max(0.0, min(left_s, POLL_S)))}
-            # an answer that is here is in time, when it is this process that
-            # was stopped or had no processor
+            # an answer that has arrived counts as in time: this process may have been stopped, or
+            # had no processor
             if left_s <= 0 and (stdout not in ready or left_s < -LATE_S):
                 raise TimeoutError
             if stdin in ready:
@@ -254,9 +260,9 @@ def _exchange(process: subprocess.Popen[bytes], line: Record, timeout_s: float) 
                     raise ProcessEnded(f"its answer has more than {LINE_BYTES_MAX} bytes")
                 if not chunk:
                     wait_for_end(process)
-                    # at the deadline its own alarm was quicker than this loop
+                    # at the deadline the process's own alarm may be faster than this loop
                     raise ProcessEnded("its process died") if time.monotonic() < deadline_s else TimeoutError
-            elif not ready and has_ended(process):  # a child of its own may hold the pipe
+            elif not ready and has_ended(process):  # one of its children may hold the pipe open
                 raise ProcessEnded("its process died")
     try:
         return parsed_line(answer)

@@ -1,5 +1,6 @@
-"""The output of a process that runs a user's code: read as it comes, passed on to our own stderr up
-to a bound, and from there on only its end."""
+"""The output of a process that runs a user's code: it is read as it arrives, and copied to our
+stderr up to a limit; of the rest only the end is copied.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +14,25 @@ log = logging.getLogger(__name__)
 PASSED_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 16
-END_S = 2.0  # for what is in the pipe when the process has ended
+END_S = 2.0  # to read the rest of the pipe after the process has ended
 
 
 class Printed:
-    """Reads a pipe, from here on to its end: PASSED_BYTES of it go to our stderr, and of what is
-    more the last TAIL_BYTES, once it has ended.
+    """Reads a pipe to its end: copies the first PASSED_BYTES to our stderr, and after the end the
+    last TAIL_BYTES of the rest.
     """
 
     def __init__(self, name: str, pipe: IO[bytes]) -> None:
-        """`name` is what the log says of it."""
+        """Begins to read. `name`: of the process, in the log."""
         self._name, self._pipe = name, pipe
         self._left, self._more, self._tail = PASSED_BYTES, 0, b""
         self._thread = threading.Thread(target=self._read, daemon=True, name=f"printed by {name}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when all is read, or after END_S: a process that got away may hold the pipe."""
+        """Waits until all is read, END_S at most: a process that escaped the kill may hold the pipe
+        open.
+        """
         self._thread.join(END_S)
 
     def _read(self) -> None:
@@ -57,6 +60,6 @@ class Printed:
 
 
 def _pass_on(data: bytes) -> None:
-    with suppress(OSError):  # nobody reads our stderr any more
+    with suppress(OSError):  # the reader of our stderr is gone
         while data:
             data = data[os.write(2, data) :]

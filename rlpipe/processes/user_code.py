@@ -1,8 +1,8 @@
-"""A user's code: found by its path, run so that whatever it raises is one exception of ours, and
-served by a process of its own.
+"""Runs a user's code: finds it by its path, turns any exception of it into one type of ours, and
+serves it in a process of its own.
 
-Such a process, in which it may crash, print or never return, answers its owner (`pool`) in JSON
-lines.
+Such a process, in which the code may crash, print or never return, answers its owner (`pool`) in
+JSON lines.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from rlpipe.base.futures import settle
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
-# an import that does nothing for so long hangs; libraries wait 10 s for a hub that does not answer
+# an import that is idle for so long hangs; libraries wait 10 s for a hub that does not answer
 IDLE_S = 15.0
 IDLE_CPU_S = 0.005
 OWNER_POLL_S = 0.5
-ORPHAN_GRACE_S = 3.0  # after its owner's deadline, the kernel ends code that never returns
+ORPHAN_GRACE_S = 3.0  # the kernel kills code that never returns so long after its owner's deadline
 
-Record = Mapping[str, object]  # what JSON can carry
-# what the owner learns when it is ready, and what answers its requests, which have
-# the fields that their module says
+Record = Mapping[str, object]  # a JSON object
+# the message to the owner when it is ready, and the function that answers its requests, whose
+# fields the module defines
 Loaded = tuple[Record, Callable[[Any], Record]]
 
 T = TypeVar("T")
 
 
 class CodeRaised(Exception):
-    """A user's code raised: the message says what, and where."""
+    """A user's code raised an exception; the message has the exception and its place."""
 
 
 class InvalidAnswer(Exception):
-    """A user's code, or a service, gave an answer that cannot be used."""
+    """A user's code, or a service, gave an invalid answer."""
 
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """For code that is not ours: whatever it raises is CodeRaised;
-    an InvalidAnswer of ours passes."""
+    """A context for a user's code: turns every exception into CodeRaised, except our own
+    InvalidAnswer.
+    """
     try:
         yield
     except InvalidAnswer:
         raise
-    except (Exception, SystemExit) as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise any of these
         places = traceback.extract_tb(error.__traceback__)
         place = next((place for place in reversed(places) if place.filename != __file__), places[-1])
         message = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARS_MAX]} ({place.filename}:{place.lineno})"
@@ -65,17 +66,19 @@ def user_code() -> Iterator[None]:
 
 
 def cause_of(error: CodeRaised, what: str) -> str:
-    """One line: what a UserError of ours says, else `what` and what was raised."""
+    """Describes an exception in one line: the message of our own UserError, else `what` and the
+    exception.
+    """
     text = str(error.__cause__) if isinstance(error.__cause__, UserError) else f"{what}: {error}"
     return " ".join(text.split())[:MESSAGE_CHARS_MAX]
 
 
 def _import(name: str) -> ModuleType:
-    """Imports a module; TimeoutError where it waits.
+    """Imports a module. TimeoutError when the import hangs.
 
-    The main thread, in which a process that runs a user's code loads it, is interrupted. For any
-    other (preflight's, in a flow) a thread imports that is left behind when it waits: nobody can
-    interrupt it.
+    In the main thread (in which a process loads a user's code) the import is interrupted. For any
+    other thread (preflight's, in a flow) a helper thread imports, which cannot be interrupted and
+    is abandoned when it hangs.
     """
     if threading.current_thread() is threading.main_thread():
         with _alarms(_idle_check(thread_ids() - {threading.get_native_id()})):
@@ -95,15 +98,16 @@ def _import(name: str) -> ModuleType:
 
 
 def _idle_check(others: set[int]) -> Callable[..., None]:
-    """Returns a check, to call every now and then. It raises TimeoutError once code has waited: for
-    IDLE_S no thread but the `others` used processor time, none of them has a child process that was
-    not there before, and no module was added."""
+    """Returns a check to be called regularly. It raises TimeoutError once the code was idle for
+    IDLE_S: no thread other than the `others` used processor time or has a new child process, and no
+    module was added.
+    """
     num_modules, cpu_s, since_s, before = 0, 0.0, time.monotonic(), work_of(thread_ids() - others).children
 
     def check(*_: object) -> None:
         nonlocal num_modules, cpu_s, since_s
         work = work_of(thread_ids() - others)
-        # less: of a thread that has ended
+        # abs: it may fall when a thread ends
         works = len(sys.modules) != num_modules or abs(work.cpu_s - cpu_s) > IDLE_CPU_S
         if works or work.children - before:
             num_modules, cpu_s, since_s = len(sys.modules), work.cpu_s, time.monotonic()
@@ -115,7 +119,7 @@ def _idle_check(others: set[int]) -> Callable[..., None]:
 
 @contextmanager
 def _alarms(check: Callable[..., None]) -> Iterator[None]:
-    """Calls `check` in the main thread, again and again."""
+    """Calls `check` in the main thread regularly within the body."""
     before = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, IDLE_S / 15, IDLE_S / 15)
     try:
@@ -126,9 +130,9 @@ def _alarms(check: Callable[..., None]) -> Iterator[None]:
 
 
 def load_function(field: str, path: str) -> Callable[..., Any]:
-    """The function at `path`; the working directory is importable.
+    """Loads the function at `path`; the working directory is importable.
 
-    UserError names `field` and what was tried.
+    UserError names `field` and what was tried to find it.
     """
     module_name, colon, function_name = path.partition(":")
     if not (colon and module_name and function_name):
@@ -136,7 +140,7 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        with user_code():  # importing runs the module
+        with user_code():  # an import runs the module's code
             module = _import(module_name)
     except CodeRaised as error:
         raise UserError(
@@ -153,9 +157,9 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
 
 
 def serve(load: Callable[[Any], Loaded]) -> None:
-    """The life of a process that runs a user's code, until its stdin closes.
+    """Runs the loop of a process with a user's code, until its stdin closes.
 
-    `load` gets the owner's first request; UserError when the code cannot be loaded.
+    `load`: gets the owner's first request; raises UserError when the code cannot be loaded.
     """
     requests, answers = take_pipes()
     answer = greeted(requests, answers, load)
@@ -163,8 +167,8 @@ def serve(load: Callable[[Any], Loaded]) -> None:
         return
     for line in requests:
         message = json.loads(line)
-        # if the owner is gone too, the kernel ends code that never
-        # returns, even when it holds the GIL
+        # if the owner has ended, too, the kernel kills code that never returns, even when it holds
+        # the GIL
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + ORPHAN_GRACE_S)
         value = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -173,9 +177,9 @@ def serve(load: Callable[[Any], Loaded]) -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes (from, to) the owner, out of reach of code that prints or reads: it gets stderr and
-    an empty stdin. From here on the code cannot read what other processes have in their
-    environment, where the kernel can see to that (`kernel.seclude`).
+    """Takes over the pipes (from, to) the owner, so that code that prints or reads does not disturb
+    them: its stdout is stderr, and its stdin is empty. The code can then no longer read the
+    environment of other processes, where the kernel supports that (`kernel.seclude`).
     """
     seclude()
     adopt_orphans()
@@ -190,7 +194,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def end_with_owner() -> None:
-    """Kills this process and all that it started when the owner ends, however that ended."""
+    """Makes this process and its descendants die when the owner ends in any way."""
     owner = os.getppid()
 
     def watch() -> None:
@@ -203,8 +207,9 @@ def end_with_owner() -> None:
 
 
 def greeted(requests: BinaryIO, answers: BinaryIO, load: Callable[[Any], tuple[Record, T]]) -> T | None:
-    """Returns the object that `load` makes of the owner's first request, once the owner was told
-    that it is ready; None, once the owner was told the error, when it cannot be loaded."""
+    """Loads the object that `load` makes of the owner's first request, tells the owner that it is
+    ready, and returns it. When it cannot be loaded, sends the owner the error and returns None.
+    """
     hello = json.loads(requests.readline())["request"]
     if not hello.get("may_mount"):
         leave_rights()

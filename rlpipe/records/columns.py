@@ -1,6 +1,7 @@
-"""Records as Arrow tables and back. Arrays move in bulk: no Python object is made for a token.
+"""Converts records to Arrow tables and back. Arrays are copied in bulk, without a Python object per
+token.
 
-The columns of a record are its annotated fields, so its Arrow schema is derived from the dataclass.
+The Arrow schema of a record is derived from the annotated fields of its dataclass.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rlpipe.base.values import JsonDict
 from rlpipe.records.kinds import Json, Kind, Span, column_kinds, json_fits, optional_columns
 
 Record = TypeVar("Record")
-ITEMS_MAX = 2**31 - 1  # of one column of lists: Arrow's offsets are 32 bits wide
-ROWS_AT_ONCE = 64  # of a file that is decoded into another
+ITEMS_MAX = 2**31 - 1  # items of one column of lists, as Arrow's offsets have 32 bits
+ROWS_AT_ONCE = 64  # rows decoded at a time from one file into another
 NUMPY = {pa.int32(): np.int32, pa.int8(): np.int8, pa.float32(): np.float32, pa.float16(): np.float16}
 ARROW: dict[Kind, pa.DataType] = {
     "int32": pa.int32(), "int64": pa.int64(), "text": pa.string(), "float64": pa.float64(),
@@ -31,34 +32,35 @@ ARROW: dict[Kind, pa.DataType] = {
     "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()), "halves": pa.list_(pa.float16()),
     "spans": pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())])),
 }  # fmt: skip
-DICTIONARY = {"prompt_id", "prompt", "finish_reason", "engine", "source"}  # texts that repeat
+DICTIONARY = {"prompt_id", "prompt", "finish_reason", "engine", "source"}  # texts that repeat often
 
 
 @cache
 def _columns(record: type[Any]) -> dict[str, Any]:
-    """Column -> its Arrow type, or Json."""
+    """Maps each column to its Arrow type, or Json."""
     return {name: kind if isinstance(kind, Json) else ARROW[kind] for name, kind in column_kinds(record).items()}
 
 
 def schema_of(record: type[Any], names: Sequence[str] | None = None) -> pa.Schema:
-    """The Arrow schema of a record, of all its columns or of these."""
+    """The Arrow schema of a record, of all columns or of `names`."""
     columns = _columns(record)
     kinds = {name: pa.string() if isinstance(columns[name], Json) else columns[name] for name in names or columns}
     return pa.schema(list(kinds.items()))
 
 
 def to_table(records: Sequence[Any], record: type[Any], names: Sequence[str] | None = None) -> pa.Table:
-    """The records as a table with the columns of `record`, all or these."""
+    """Converts records to a table with the columns of `record`, all or `names`."""
     columns = _columns(record)
     arrays = [_encoded([getattr(entry, name) for entry in records], columns[name]) for name in names or columns]
     return pa.Table.from_arrays(arrays, schema=schema_of(record, names))
 
 
 def typed(table: pa.Table, record: type[Any]) -> pa.Table:
-    """The columns of a record, with its types: the one place in which stored columns are checked.
+    """The columns of a record, cast to its types. The only place in which stored columns are
+    checked.
 
-    One that the table lacks is left out where the field has a default. ValueError for another type,
-    for one that is missing, and for a null where the field knows none.
+    ValueError for another type, for a missing column, and for a null where the field allows none. A
+    missing column is left out if the field has a default.
     """
     arrays, optional, names = list[Any](), optional_columns(record), list[str]()
     fields = {field.name: field for field in dataclasses.fields(record)}
@@ -78,7 +80,7 @@ def typed(table: pa.Table, record: type[Any]) -> pa.Table:
 
 
 def _family(kind: pa.DataType) -> Any:
-    """The kind of a type, whatever its width: "floating" for float32 and float64."""
+    """The kind of a type without its width: "floating" for float32 and float64."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return "list", _family(kind.value_type)
     if pa.types.is_struct(kind):
@@ -95,8 +97,8 @@ def _family(kind: pa.DataType) -> Any:
 
 
 def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
-    """The records of a table; a column that it lacks has the field's default, one that the record
-    lacks is not read. ValueError: see `typed`.
+    """Converts a table to records. A missing column gets the field's default, a column that the
+    record lacks is not read. ValueError: see `typed`.
     """
     table = typed(table, record)
     columns = {name: kind for name, kind in _columns(record).items() if name in table.column_names}
@@ -105,8 +107,8 @@ def from_table(table: pa.Table, record: type[Record]) -> list[Record]:
 
 
 def as_row(record: Any) -> JsonDict:
-    """A record as users' functions get it: a dict of plain values, as DuckDB or pandas would read
-    it.
+    """A record as users' functions get it: a dict of plain values, as if read by DuckDB or
+    pandas.
     """
     return to_table([record], type(record)).to_pylist()[0]
 
@@ -139,9 +141,9 @@ def _decoded(column: pa.ChunkedArray, kind: Any, record: type[Any], name: str) -
 
 
 def _rows(chunk: Any) -> list[Any]:
-    """The rows of one list array: tuples of spans, or views of numbers, read-only."""
+    """The rows of one list array: tuples of spans, or read-only views of numbers."""
     if pa.types.is_struct(chunk.type.value_type):
-        # not one dict a span: most of the time of reading a batch would go there
+        # not a dict per span, which would take most of the time of reading a batch
         items: Any = tuple(map(Span, *(chunk.values.field(name).to_pylist() for name in Span._fields)))
     else:
         items = chunk.values.to_numpy(zero_copy_only=False)
@@ -164,7 +166,7 @@ def _from_text(text: str | None, kind: Json, record: type[Any], name: str) -> An
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """The table as zstd Parquet, logprobs split by byte stream.
+    """Encodes the table as Parquet with zstd, logprobs with BYTE_STREAM_SPLIT.
 
     Deterministic: equal tables give equal bytes.
     """
@@ -184,11 +186,11 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Parquet bytes as a table, of all columns or of these; KeyError for one that is missing.
+    """Decodes Parquet to a table, all columns or these. KeyError for a missing one.
 
-    Everything is read in the calling thread. A thread of pyarrow can still hold the bytes when the
-    interpreter ends; to release them it then waits for Python's lock, and the process aborts
-    ("terminate called without an active exception").
+    It reads in the calling thread only. A thread of pyarrow may still hold the bytes when the
+    interpreter ends; it then waits for the GIL to release them, and the process aborts ("terminate
+    called without an active exception").
     """
     names = None if columns is None else list(columns)
     table = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(names, use_threads=False)
@@ -196,8 +198,8 @@ def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def decode_file(source: Path, target: Path, record: type[Any]) -> None:
-    """Writes the columns of a record in a Parquet file as an Arrow file, with its types; a few rows
-    are in memory at a time. ValueError: see `typed`.
+    """Writes the columns of a record from a Parquet file to an Arrow file, cast to the record's
+    types, with only a few rows in memory at a time. ValueError: see `typed`.
     """
     with pq.ParquetFile(source, memory_map=True, pre_buffer=False) as file:
         names = [name for name in schema_of(record).names if name in file.schema_arrow.names]
@@ -208,6 +210,6 @@ def decode_file(source: Path, target: Path, record: type[Any]) -> None:
 
 
 def map_table(path: Path) -> pa.Table:
-    """An Arrow file as a table whose columns are its pages."""
+    """Memory-maps an Arrow file as a table."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()

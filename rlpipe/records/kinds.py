@@ -1,5 +1,6 @@
-"""The ways in which the fields of records are stored, as their annotations say. Imports no Arrow:
-child processes that score need none."""
+"""The annotations that define how fields of records are stored. Imports no Arrow, which child
+processes that score do not need.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Kind = Literal["int32", "int64", "text", "float64", "tokens", "mask", "logprobs"
 
 
 class Span(NamedTuple):
-    """Tokens of a completion, side by side, that one weight version sampled.
+    """Consecutive tokens of a completion that one weight version sampled.
 
     Example: Span(version=3, num_tokens=17).
     """
@@ -24,9 +25,9 @@ class Span(NamedTuple):
 
 
 class Json(NamedTuple):
-    """The annotation of a field that is stored as JSON text; None is stored as no text.
+    """The annotation of a field that is stored as JSON text; None is stored as null.
 
-    `record`: the dataclass it is read as.
+    `record`: the dataclass that it is read as.
     """
 
     sort_keys: bool = False
@@ -48,7 +49,7 @@ Spans = Annotated[tuple[Span, ...], "spans"]
 
 @cache
 def optional_columns(record: type[Any]) -> frozenset[str]:
-    """The columns of a record that may have nulls; those of JSON have an empty text."""
+    """The columns of a record that may be null."""
     hints = get_type_hints(record, include_extras=True)
     return frozenset(
         name
@@ -63,7 +64,7 @@ def _adapter(record: type[Any], name: str) -> TypeAdapter[Any]:
 
 
 def json_fits(record: type[Any], name: str, value: Any) -> None:
-    """ValueError when what the JSON of a column holds is not of the field's type."""
+    """Raises ValueError when the JSON value of a column is not of the field's type."""
     _adapter(record, name).validate_python(value)
 
 

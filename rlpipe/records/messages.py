@@ -1,9 +1,9 @@
-"""Messages and tools as others write them, read into one form.
+"""Reads messages and tools of any common format into one form.
 
-The one reader of rows of data sets and of what agents send.
+The only reader for rows of data sets and for the requests of agents.
 
-In the form a content is text or not there, the arguments of a tool call are an object, and all of
-it can be stored.
+In this form a content is text or missing, the arguments of a tool call are an object, and every
+value can be stored.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import plain_json
 from rlpipe.records.prompt import Message, Tool, ToolCall, is_text
 
-# levels of lists and objects in a message or a tool: what writes JSON, and templates, end at some
+# levels of nested lists and objects in a message or a tool: JSON writers and templates have limits
 DEPTH_MAX = 100
 HOLDERS = (Mapping, list, tuple)
-REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing by three names
+REASONING = ("reasoning_content", "thinking", "reasoning")  # three names of one field
 
 
 def read_message(message: Any, where: str) -> Message:
-    """A message in the one form, with whatever else it holds; what is null or an empty list of
-    calls is left out.
+    """A message in the common form, with all its other fields; nulls and an empty list of calls are
+    left out.
 
-    UserError when it is none, or holds more than text.
+    UserError when it is not a message, or has content other than text.
     """
     check_depth(message, where)
     if not isinstance(message, Mapping) or not is_text(message.get("role")):
@@ -40,15 +40,15 @@ def read_message(message: Any, where: str) -> Message:
             raise UserError(f"{where}: 'tool_calls' must be a list of calls, and is {calls!r:.200}")
         read["tool_calls"] = [_call(call, f"{where}: tool call {index}") for index, call in enumerate(calls, start=1)]
     reasoning = next((read[name] for name in REASONING if name in read), None)
-    if reasoning is not None:  # templates ask for it by two of the names
+    if reasoning is not None:  # templates use two of the names
         read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
     return check_text(read, where)
 
 
 def read_tools(value: Any, where: str) -> list[Tool]:
-    """Tools as JSON schemas, of a list of them or of JSON text; empty where there are none.
+    """Tools as JSON schemas, from a list or from JSON text; empty for none.
 
-    UserError when it is something else.
+    UserError for any other value.
     """
     check_depth(value, where)
     if isinstance(value, str):
@@ -61,13 +61,14 @@ def read_tools(value: Any, where: str) -> list[Tool]:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message; empty where it only calls tools."""
+    """The text of a message; empty if it only calls tools."""
     return message.get("content", "")
 
 
 def parsed_json(text: str) -> Any:
-    """The value of JSON text that anybody wrote; None of what is none, or could not be written
-    again: NaN, a number that no float holds, half a surrogate pair, more than DEPTH_MAX levels.
+    """Parses untrusted JSON text. None for invalid text, and for values that could not be written
+    again: NaN, a number out of the range of float, half a surrogate pair, more than DEPTH_MAX
+    levels.
     """
     try:
         return check_text(_parsed(text), "JSON text")
@@ -76,17 +77,17 @@ def parsed_json(text: str) -> Any:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of JSON text.
+    """Parses JSON text strictly.
 
-    ValueError or RecursionError where it is none: NaN and numbers that no float holds are none,
-    though Python reads and writes them.
+    ValueError or RecursionError for invalid text. NaN and numbers out of the range of float are
+    invalid, though Python reads and writes them.
     """
     return json.loads(text, parse_constant=_refused, parse_float=_finite)
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the keys that are null, at any depth: Arrow gives every record of a column
-    the keys of all others.
+    """`value` without keys that are null, at any depth: Arrow gives every record of a column the
+    keys of all records.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
@@ -94,7 +95,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """UserError where lists and objects lie deeper in each other than DEPTH_MAX."""
+    """Raises UserError when lists and objects are nested deeper than DEPTH_MAX."""
     level = [value]
     for _ in range(DEPTH_MAX):
         held = [
@@ -107,7 +108,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def check_text(value: Any, where: str) -> Any:
-    """`value`, which is JSON; UserError where text in it, at any depth, cannot be stored."""
+    """Returns the JSON `value`. UserError when a text in it, at any depth, cannot be stored."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -116,7 +117,7 @@ def check_text(value: Any, where: str) -> Any:
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a content: of a text, or of parts of text."""
+    """The text of a content, which is text or a list of text parts."""
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise UserError(f"{where} has parts, and only parts of type text are supported")
@@ -127,9 +128,9 @@ def _content(content: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str) -> ToolCall:
-    """A tool call whose arguments are an object where they say one.
+    """A tool call, whose arguments are parsed to an object if possible.
 
-    Some data sets have the function itself in the place of a call.
+    Some data sets have the function itself in place of a call.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not is_text(function.get("name")):
@@ -138,14 +139,14 @@ def _call(call: Any, where: str) -> ToolCall:
         )
     arguments = function.get("arguments")
     parsed = _parsed(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
-    # what is no JSON object stays as it is: whoever reads the message decides
+    # anything but a JSON object stays as it is, for the reader of the message to decide
     function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
     read: Any = {**call, "function": function} if "function" in call else {"type": "function", "function": function}
     return read
 
 
 def _tool(tool: Any, where: str) -> Any:
-    """A tool, or the function in it, with what JSON text in it says."""
+    """A tool, or its function, with JSON text in it parsed."""
     tool = _parsed(tool) if isinstance(tool, str) else tool
     if not isinstance(tool, dict) or not tool:
         raise UserError(
@@ -164,7 +165,7 @@ def _tool(tool: Any, where: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The same, in which a text may hold half a surrogate pair."""
+    """As `parsed_json`, but a text may have half a surrogate pair."""
     try:
         value = strict_json(text)
         check_depth(value, "JSON text")

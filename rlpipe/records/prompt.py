@@ -1,4 +1,4 @@
-"""Prompts: what the policy is asked."""
+"""Prompts and their messages and tools."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ToolFunction(TypedDict):
 
 
 class Tool(TypedDict):
-    """A tool as the template gets it; what else a data set has in it is there too."""
+    """A tool as the template gets it, with all other fields of the data set."""
 
     type: str
     function: ToolFunction
 
 
 class CalledFunction(TypedDict):
-    """A function by its name, and what it is called with: an object, JSON text of one on the wire
-    and where a template wants it.
+    """A function's name and the arguments of a call: an object, or its JSON text in HTTP messages
+    and for templates that need text.
     """
 
     name: str
@@ -40,7 +40,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call in a message of the assistant; what else a data set has in it is there too."""
+    """A tool call in a message of the assistant, with all other fields of the data set."""
 
     id: NotRequired[str]
     type: NotRequired[str]
@@ -48,7 +48,7 @@ class ToolCall(TypedDict):
 
 
 class RewardPrompt(TypedDict):
-    """The part of a prompt that a reward or an environment gets."""
+    """The fields of a prompt that a reward or an environment gets."""
 
     prompt_id: str
     messages: Messages
@@ -58,34 +58,34 @@ class RewardPrompt(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and what its reward needs.
+    """One prompt, with the data that its reward needs.
 
     Example: Prompt("words/17", "words", [{"role": "user", "content": "Spell this word backward:
     sun"}], "nus", {}).
     """
 
-    prompt_id: Text  # "<set name>/<row>": the same row has the same id in every part of the split
-    source: Text  # the set's name
+    prompt_id: Text  # "<set name>/<row>": a row has the same id in every part of the split
+    source: Text  # the name of the data set
     messages: Annotated[Messages, Json()]
     answer: OptionalText
     metadata: Annotated[JsonDict, Json()] = field(default_factory=dict)
-    # of what the policy is asked
+    # a digest of the messages
     prompt_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32), compare=False, repr=False)
-    # what the template gets; stored as the row has them, in `metadata`
+    # for the template; stored in `metadata`, as in the row
     tools: list[Tool] | None = field(default=None, compare=False)
 
     def as_json(self) -> JsonDict:
-        """The prompt as the data set has it."""
+        """The prompt in the form of the data set."""
         return {name: value for name, value in vars(self).items() if name in AS_JSON}
 
     def for_reward(self) -> RewardPrompt:
-        """The part of the prompt that a reward function or an environment gets."""
+        """The fields of the prompt that a reward function or an environment gets."""
         messages = [message if "content" in message else {**message, "content": ""} for message in self.messages]
         return {"prompt_id": self.prompt_id, "messages": messages, "answer": self.answer, "metadata": self.metadata}
 
 
 class Talk(NamedTuple):
-    """A conversation of SFT, its place and the tools that the assistant has in it.
+    """A conversation of SFT, with its place and the assistant's tools.
 
     Example: Talk("sums.jsonl:3", [{"role": "user", "content": "2+2?"}, {"role": "assistant",
     "content": "4"}], []).
@@ -96,19 +96,19 @@ class Talk(NamedTuple):
     tools: list[Tool]
 
     def as_json(self) -> Any:
-        """The value that digests are taken of: the messages, with the tools where there are
-        some."""
+        """The value to hash: the messages, with the tools if there are any."""
         return {"messages": self.messages, "tools": self.tools} if self.tools else self.messages
 
 
 def is_message(value: Any) -> bool:
-    """True when it has a role and a content, both text."""
+    """True when the value has a role and a content, both text."""
     return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))
 
 
 def is_text(value: Any) -> bool:
-    """True when it is text that can be stored."""
+    """True when the value is text that can be stored."""
     try:
         return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+    # JSON can have halves of surrogate pairs, which no tokenizer accepts
+    except UnicodeEncodeError:
         return False

@@ -1,6 +1,6 @@
-"""A rollout: what was sampled for a prompt, then its reward, then its advantage.
+"""A rollout: a sampled completion of a prompt, then with its reward, then with its advantage.
 
-And the files that rollouts are kept in.
+Also the columns of the files in which rollouts are stored.
 
 Legend of the shapes: P tokens of the prompt, L tokens of the completion.
 """
@@ -29,13 +29,12 @@ from rlpipe.records.kinds import (
 )
 from rlpipe.records.prompt import Message, Prompt
 
-CUT_SHORT = "abort"  # the finish_reason of a completion that was ended before its end
-TRUNCATED = "length"  # and of one that reached its longest length
-OUT_OF_TURNS = "turns"  # and of one that has had all its turns, while its environment would go on
-# what the reasons of faults begin with that are no reward's
+CUT_SHORT = "abort"  # the finish_reason of a completion that was aborted
+TRUNCATED = "length"  # of one that reached the largest length
+OUT_OF_TURNS = "turns"  # of one that has used all its turns, while its environment would continue
+# prefixes of the reasons of faults that are not of a reward
 WORLD_FAULTS = ("environment_", "agent_")
-# the rollout logprob of a token of which nobody recorded it; no engine says that, and nan is a
-# fault
+# marks a token without a recorded rollout logprob; no engine returns it, and nan would be a fault
 UNRECORDED = float("inf")
 
 
@@ -48,7 +47,8 @@ class EnvironmentOutcome:
     num_turns: int
     fault: str  # empty without one
     metrics: dict[str, float] = field(default_factory=dict)
-    messages: list[list[Message]] = field(default_factory=list)  # its answers, turn by turn
+    # the environment's messages, turn by turn
+    messages: list[list[Message]] = field(default_factory=list)
 
     def as_json(self) -> OutcomeFields:
         return {
@@ -61,7 +61,7 @@ class EnvironmentOutcome:
 
 
 class OutcomeFields(TypedDict):
-    """The fields of an EnvironmentOutcome, as a reward gets them."""
+    """The fields of an EnvironmentOutcome that a reward gets."""
 
     reward: float
     num_turns: int
@@ -72,7 +72,8 @@ class OutcomeFields(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion of a prompt. The stage score adds the reward, the stage filter the advantage.
+    """One completion of a prompt. The stage `score` adds the reward, the stage `filter` the
+    advantage.
 
     Example: Rollout("words/17", group_index=0, rollout_index=3, prompt="Spell sun",
     prompt_tokens=[5, 9], completion="nus", completion_tokens=[7, 2], loss_mask=[1, 1],
@@ -81,23 +82,24 @@ class Rollout:
     """
 
     prompt_id: Text
-    group_index: Int32  # in the iteration
-    rollout_index: Int32  # in the group
-    prompt: Text  # the text of its last message
+    group_index: Int32  # within the iteration
+    rollout_index: Int32  # within the group
+    prompt: Text  # the text of the prompt's last message
     prompt_tokens: Tokens  # [P]
     completion: Text
     completion_tokens: Tokens  # [L]
     loss_mask: Mask  # [L], 1 where a token is trained
     rollout_logprobs: Logprobs  # [L], of the temperature-scaled distribution
     weight_version: Int32  # of the last token
-    weight_versions: Spans  # in order; they add up to L
-    finish_reason: Text  # stop, length or abort; in an environment also turns and fault
+    weight_versions: Spans  # in order; the sum is L
+    finish_reason: Text  # stop, length or abort; with an environment also turns and fault
     seed: Int64
     engine: Text
     environment: Annotated[EnvironmentOutcome | None, Json(sort_keys=True, record=EnvironmentOutcome)] = None
-    reward: OptionalFloat = None  # none until it is scored
+    reward: OptionalFloat = None  # None until it is scored
     reward_parts: Annotated[dict[str, float], Json(sort_keys=True)] = field(default_factory=dict)
-    reward_fault: Text = ""  # why it could not be scored; then the reward is the fallback
+    # the reason why it could not be scored; its reward is then the fallback
+    reward_fault: Text = ""
     advantage: Float = 0.0
 
     @property
@@ -105,30 +107,33 @@ class Rollout:
         return self.finish_reason == CUT_SHORT
 
     def num_tokens_of(self, version: int) -> int:
-        """Tokens that one weight version sampled."""
+        """The number of tokens that one weight version sampled."""
         return sum(span.num_tokens for span in self.weight_versions if span.version == version)
 
     def num_sampled_by(self, version: int) -> int:
-        """Tokens that the policy of this version wrote: the newest one of the rollout, as older
-        tokens may be in no loss.
+        """The number of tokens that the policy of this version sampled, without those of the
+        environment. Trap: only for the newest version of the rollout, as older tokens may be out of
+        the loss mask.
         """
         if self.environment is None:
             return self.num_tokens_of(version)
         versions_L = np.repeat(
             [span.version for span in self.weight_versions], [span.num_tokens for span in self.weight_versions]
         )
-        return int(np.count_nonzero(self.loss_mask[versions_L == version]))  # what an environment said is in no loss
+        # the environment's tokens are not in the loss mask
+        return int(np.count_nonzero(self.loss_mask[versions_L == version]))
 
     def continues_in(self, version: int) -> bool:
-        """True when it came into the iteration of this version with tokens that an older version
-        sampled."""
+        """True when the rollout entered the iteration of this version as a partial one, with tokens
+        of an older version.
+        """
         return any(span.version < version for span in self.weight_versions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CarriedRollout(Prompt):
-    """A rollout that an iteration hands to the next, with its prompt: as it is continued, or to
-    start again (no tokens).
+    """A partial rollout for the next iteration, with its prompt: to be continued, or to be started
+    again (no tokens).
     """
 
     group_index: Int32
@@ -139,7 +144,7 @@ class CarriedRollout(Prompt):
     finish_reason: Text
     seed: Int64
     engine: Text
-    num_tokens_expired: Int32  # that were too old to go on from
+    num_tokens_expired: Int32  # tokens that were too old to continue
     environment: Annotated[EnvironmentOutcome | None, Json(sort_keys=True, record=EnvironmentOutcome)] = None  # so far
 
     @property
@@ -149,7 +154,7 @@ class CarriedRollout(Prompt):
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """A conversation of SFT as tokens [T]; the mask [T] is 1 on those of the assistant."""
+    """A conversation of SFT as tokens [T]; the mask [T] is 1 on the assistant's tokens."""
 
     tokens: Tokens
     loss_mask: Mask
@@ -157,40 +162,41 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A branch of an agent's conversation beside that which its rollout is made of.
+    """A further branch of an agent's conversation, beside the one that is its rollout.
 
     It is trained with `rl.branches = "all"`.
     """
 
     group_index: Int32
     rollout_index: Int32
-    branch_index: Int32  # in the order in which their last replies were given
+    branch_index: Int32  # in the order of the branches' last replies
     prompt_tokens: Tokens  # [P]
     completion_tokens: Tokens  # [L]
-    # [L], 1 where a token was sampled; where it is trained, only if no row before it has that token
+    # [L], 1 where a token was sampled; if it is trained, only where no earlier row has the token
     loss_mask: Mask
     rollout_logprobs: Logprobs  # [L]
-    finish_reason: Text  # of its last reply: stop or length
+    finish_reason: Text  # of the last reply: stop or length
 
 
 @dataclass(frozen=True, eq=False)
 class TokenGaps:
     """The gaps between trainer and engine at the N scored tokens of a trained rollout (`loss_mask`
-    1 in the batch), in their order: the trainer's logprobs, by the weights that the iteration
-    started from, minus rollout_logprobs. In nats, above 0 where the trainer gives the token more;
-    nan where one of them is not known."""
+    1 in the batch), in order: the trainer's logprobs, by the weights that the iteration started
+    from, minus rollout_logprobs. In nats; above 0 where the trainer's logprob is larger; nan where
+    one of the two is unknown.
+    """
 
     group_index: Int32
     rollout_index: Int32
     gap: Halves  # [N]
 
 
-BRANCHES_FILE = "branches.parquet"  # beside the rollouts that they are of
+BRANCHES_FILE = "branches.parquet"  # stored with their rollouts
 Group = list[Rollout]
 
 
 class HasPlace(Protocol):
-    """A thing known by its group, and its place in that."""
+    """A record with the index of a group, and an index within it."""
 
     @property
     def group_index(self) -> int: ...
@@ -207,7 +213,7 @@ PROMPTS = list(column_kinds(Prompt))
 
 
 def grouped(rollouts: Iterable[Rollout]) -> list[Group]:
-    """Rollouts by `group_index`, in the order in which the groups come."""
+    """Groups rollouts by `group_index`, in the order of the groups' first rollouts."""
     groups: dict[int, Group] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_index, []).append(rollout)
@@ -215,9 +221,10 @@ def grouped(rollouts: Iterable[Rollout]) -> list[Group]:
 
 
 def with_branches(rollouts: Sequence[Placed], branches: Iterable[Branch]) -> tuple[list[Placed | Branch], np.ndarray]:
-    """The rows that a batch is trained as: each rollout, and right behind it its branches.
+    """Returns the rows of a batch that are trained: each rollout, directly followed by its
+    branches.
 
-    And for each row the place of its rollout.
+    Also returns the index of the rollout of each row.
     """
     of_rollout: dict[tuple[int, int], list[Branch]] = {}
     for branch in branches:
@@ -233,6 +240,6 @@ def with_branches(rollouts: Sequence[Placed], branches: Iterable[Branch]) -> tup
 
 
 def is_finished(group: Group) -> bool:
-    """True when every rollout of the group came to its end."""
+    """True when no rollout of the group was cut short."""
     assert group, "a group has rollouts"
     return not any(rollout.is_cut_short for rollout in group)

@@ -1,5 +1,6 @@
-"""The messages that both sides send when weights travel from the trainer's memory to engines
-(`engines.transport = "tensor"`)."""
+"""The messages between trainer and engine hosts when weights are sent from the trainer's memory to
+engines (`engines.transport = "tensor"`).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sender:
-    """A gang that holds a policy.
+    """A trainer that has a policy in memory.
 
-    `url`: where it answers; `position`: what it has to hold still; `key`: its bearer key, empty
-    where the gang is a service of the run, whose record has it.
+    `url`: of the trainer; `position`: that must still be resident; `key`: its bearer key, empty if
+    the trainer is a service of the run, whose record has the key.
     """
 
     url: str
@@ -21,10 +22,9 @@ class Sender:
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Tensors that are sent together, under the names of a hub's files.
+    """Tensors that are sent together, by their names in a hub's files.
 
-    `dtypes`: as torch has them. Example: TensorBucket(["lm_head.weight"], ["bfloat16"], [[512,
-    64]])
+    `dtypes`: by torch's names. Example: TensorBucket(["lm_head.weight"], ["bfloat16"], [[512, 64]])
     """
 
     names: list[str]
@@ -34,8 +34,9 @@ class TensorBucket:
 
 @dataclass(frozen=True)
 class Offer:
-    """The address where the receivers of a policy meet its sender, and what it will send, in this
-    order."""
+    """The address at which the receivers of a policy meet its sender, and the tensors that it will
+    send, in order.
+    """
 
     address: str
     port: int
@@ -49,9 +50,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of torch's that a sender and its receivers make for one policy, and end behind it.
+    """A process group of torch that a sender and its receivers create for one policy, and destroy
+    afterwards.
 
-    `size`: of all its ranks; the sender's is 0.
+    `size`: the number of ranks; the sender is rank 0.
     """
 
     name: str

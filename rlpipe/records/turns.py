@@ -1,5 +1,6 @@
-"""The turns of a rollout of several turns: what the policy wrote, and what an environment or an
-agent told it between."""
+"""The turns of a rollout with several turns: the policy's text, and the messages of an environment
+or an agent in between.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +11,16 @@ import numpy as np
 from rlpipe.records.prompt import Message, Messages
 from rlpipe.records.rollout import Rollout
 
-POLICY = "assistant"  # its role
-Decode = Callable[[list[int]], str]  # tokens to text, as rewards read it
+POLICY = "assistant"  # the policy's role
+Decode = Callable[[list[int]], str]  # tokens to the text that rewards get
 
 
 def told_ranges(rollout: Rollout) -> list[range]:
-    """The ranges of the completion in which the policy was told something, in order: tokens in no
-    loss with a logprob of exactly 0. Without an environment and without an agent there is none.
+    """The ranges of the completion with messages to the policy, in order: tokens outside of the
+    loss mask with a logprob of exactly 0. Empty without an environment or an agent.
 
-    A token that the policy wrote can have that logprob too where it is not trained (too old, or
-    masked later): of too many places the longest are taken, because the outcome says how many turns
-    there are.
+    Trap: a token of the policy that is not trained (too old, or masked later) can have logprob 0,
+    too. The outcome has the number of turns, so of too many ranges the longest are taken.
     """
     outcome = rollout.environment
     if outcome is None:
@@ -33,17 +33,18 @@ def told_ranges(rollout: Rollout) -> list[range]:
 
 
 def answers_of(rollout: Rollout, by_agent: bool) -> list[Messages]:
-    """The messages that the policy was told after each of its turns, also those after the last.
-    `by_agent`: an agent's first messages are the prompt."""
+    """The messages to the policy after each of its turns, including the last one. `by_agent`:
+    leaves out an agent's first messages, which are the prompt.
+    """
     said = rollout.environment.messages if rollout.environment else []
     return said[1:] if by_agent else said
 
 
 def turns_of(rollout: Rollout, decode: Decode, by_agent: bool) -> Messages:
-    """The turns after the prompt, a message each: the policy's as `assistant`, and the messages
-    that it was told between.
+    """The turns after the prompt as messages: the policy's as `assistant`, and the messages in
+    between.
 
-    Example: [assistant "<tool>37*4</tool>", tool "148", assistant "<answer>148</answer>"]; of a
+    Example: [assistant "<tool>37*4</tool>", tool "148", assistant "<answer>148</answer>"]; for a
     rollout without an environment the completion alone.
     """
     places = told_ranges(rollout)
@@ -58,7 +59,7 @@ def turns_of(rollout: Rollout, decode: Decode, by_agent: bool) -> Messages:
 
 
 def transcript(turns: Messages) -> str:
-    """Messages as a text for a reader, a paragraph each.
+    """Messages as text for a reader, one paragraph each.
 
     Example: "[user] 37*4?\n[assistant] 148".
     """
@@ -66,8 +67,8 @@ def transcript(turns: Messages) -> str:
 
 
 def speakers(rollout: Rollout, by_agent: bool) -> dict[int, str]:
-    """Token of the completion -> who speaks from there on, by role; empty where all of it is one
-    turn.
+    """Maps a token of the completion to the role that speaks from there on; empty if the completion
+    is one turn.
     """
     places = told_ranges(rollout)
     if not places:

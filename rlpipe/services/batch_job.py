@@ -1,5 +1,6 @@
-"""The state, by the batch system, of the jobs that bring a run's services:
-`infra/slurm/flow.sbatch` queues them, and names them to its flow."""
+"""The state of the batch jobs that start a run's services: `infra/slurm/flow.sbatch` queues them,
+and passes their names to its flow.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import time
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
-VARIABLE = "RLPIPE_{}_JOB"  # of TRAINER, of ENGINES: the name of a Slurm job
-ASK_S = 15.0  # a controller has many to answer
+VARIABLE = "RLPIPE_{}_JOB"  # of TRAINER and of ENGINES: the variable with the name of a Slurm job
+ASK_S = 15.0  # not more often: a controller answers many users
 ANSWER_TIMEOUT_S = 30.0
 STARTED = ("RUNNING", "SUSPENDED", "STOPPED")
 
 
 @dataclass
 class BatchJob:
-    """The jobs of one name, one of which is to bring a service.
+    """The jobs with one name, one of which is to start a service.
 
-    As Slurm said last, at most ASK_S ago; `lines`: a job each, None: not known.
+    The state is at most ASK_S old. `lines`: one per job; None: not known.
 
-    `became`: what became of the last of them, a line each, as far as Slurm still knows.
+    `became`: one line per ended job with its result, as far as Slurm still knows it.
     """
 
     name: str
@@ -32,9 +33,9 @@ class BatchJob:
     _asked_at: float = field(default=float("-inf"), init=False)
 
     async def ask(self) -> None:
-        """Asks Slurm, unless it was asked a moment ago.
+        """Updates the state from Slurm, unless that was done a moment ago.
 
-        While it does not answer, what it said last holds.
+        If Slurm does not answer, the last state stays.
         """
         if time.monotonic() - self._asked_at < ASK_S:
             return
@@ -43,7 +44,7 @@ class BatchJob:
             lines = await _squeue("--me", f"--name={self.name}")
             if self.lines and not lines:
                 ids = ",".join(line.split()[0] for line in self.lines)
-                with contextlib.suppress(OSError):  # it forgets a job after some minutes
+                with contextlib.suppress(OSError):  # Slurm forgets a job after some minutes
                     self.became = await _squeue("--states=all", f"--jobs={ids}")
             self.lines = lines
         except OSError as error:
@@ -51,12 +52,12 @@ class BatchJob:
 
     @property
     def queued(self) -> bool:
-        """True when the job has not begun, or will begin again: none of its name runs."""
+        """True when a job waits to begin, or to begin again, and none of its name runs."""
         return bool(self.lines) and not any(line.split()[1] in STARTED for line in self.lines or ())
 
     @property
     def ended(self) -> bool:
-        """True when no job of this name waits or runs any more."""
+        """True when no job of this name waits or runs."""
         return self.lines == []
 
     def __str__(self) -> str:
@@ -67,17 +68,17 @@ class BatchJob:
 
 
 def batch_job(kind: str) -> BatchJob | None:
-    """The job that is to bring the services of a kind to this flow; None: no batch system is known
-    to.
+    """The job that is to start the services of a kind for this flow; None without a batch
+    system.
     """
     name = os.environ.get(VARIABLE.format(kind.upper()), "")
     return BatchJob(name) if name else None
 
 
 async def _squeue(*which: str) -> list[str]:
-    """`ID STATE (REASON)` of each of these jobs, by default those that have not ended.
+    """Returns `ID STATE (REASON)` of each of these jobs, by default of those that have not ended.
 
-    OSError when Slurm does not say.
+    OSError when Slurm does not answer.
     """
     command = ("squeue", "--noheader", *which, "--format=%A %T (%r)")
     process = await asyncio.create_subprocess_exec(

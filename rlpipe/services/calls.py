@@ -1,4 +1,4 @@
-"""One HTTP call with a bearer key: to engines, to services and to the gang."""
+"""HTTP calls with a bearer key, to engines, services and the trainer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EVENT, LAST_EVENT = b"data: ", b"data: [DONE]"
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Connections: bounded by the requests in flight, and dropped before a server drops them
-    (uvicorn after 5 s idle).
+    """A client session. Its connections are limited by the requests in flight only, and are closed
+    before a server closes them (uvicorn after 5 s idle).
     """
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
 
@@ -31,11 +31,11 @@ async def http_call(
     timeout_s: float,
     connect_s: float | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of the answer.
+    """Makes a call; returns status and body of the answer.
 
-    `body`: a JSON value, None for no body; `connect_s`: within it there must be a connection.
+    `body`: a JSON value, None for no body; `connect_s`: the timeout of connecting.
 
-    ConnectionError, which names the URL, when there is no answer in time.
+    ConnectionError naming the URL when there is no answer in time.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}"}
@@ -44,7 +44,7 @@ async def http_call(
             method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
             return response.status, await response.read()
-    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is a subclass of OSError
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
 
 
@@ -52,9 +52,9 @@ async def http_call(
 async def http_stream(
     session: aiohttp.ClientSession, url: str, key: str, body: object, connect_s: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer to a POST while it is still being written, for as long as that takes.
+    """Yields the answer to a POST while it is still being sent, without a timeout.
 
-    ConnectionError, as for `http_call`.
+    ConnectionError as `http_call`.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -68,10 +68,10 @@ async def http_stream(
 
 
 async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterator[Any]]:
-    """The server-sent events of an answer as JSON: what came together at a time, to be read before
-    the next is asked for.
+    """Yields the server-sent events of an answer as JSON, in batches of those that arrived
+    together; a batch must be read before the next one is requested.
 
-    Each is parsed when it is read: many that are there at once would keep the garbage collector
+    Each event is parsed when it is read: many objects at once would keep the garbage collector
     busy.
     """
     unread = b""
@@ -81,8 +81,8 @@ async def json_events(response: aiohttp.ClientResponse) -> AsyncGenerator[Iterat
 
 
 def json_of(url: str, status: int, content: bytes) -> JsonDict:
-    """The JSON object of an answer; ConnectionError for any other: it comes from somebody else, a
-    proxy perhaps.
+    """The JSON object of an answer. ConnectionError for any other content, which may be from a
+    proxy.
     """
     if (answer := json_object(content)) is None:
         raise ConnectionError(f"{url}: answered {status} without JSON ({content[:80]!r})")

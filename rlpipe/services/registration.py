@@ -1,12 +1,12 @@
-"""Services: trainer gangs and engine hosts in processes of their own, elsewhere.
+"""Services: trainer processes and engine hosts that run on their own, elsewhere.
 
-What they leave in the store, and when they end.
+This module has their records in the store, and the rules by which they end.
 
-A service leaves a record in `runs/<run>/services/<kind>/<name>.json`, and is the run's for as long
-as that record is its own: who deletes it, or puts another in its place, dismisses the service.
-Nobody has to reach it for that. With a services' key a record is only taken from who has it, and
-each start of a service is asked with a key of its own, which both sides make of the services' key:
-who listens at the URL of one that died learns nothing that another takes.
+A service writes a record to `runs/<run>/services/<kind>/<name>.json`, and works for the run for as
+long as that record is its own. Deleting or replacing the record dismisses the service, without a
+connection to it. With a services' key only records that were written with it are accepted. Each
+start of a service has a bearer key of its own, which both sides derive from the services' key: a
+process that listens at the URL of a dead service learns no key that another service accepts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from rlpipe.store.run_record import record_key, run_names
 log = logging.getLogger(__name__)
 KEY_VARIABLE, ADDRESS_VARIABLE = "RLPIPE_SERVICE_KEY", "RLPIPE_ADDRESS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-FILES = "/files"  # below a service's URL: what it published or fetched last
+FILES = "/files"  # the path, below a service's URL, of the files that it published or fetched last
 WATCH_S = 2.0
 RUN_POLL_S = 5.0
 TRAINER, ENGINES = "trainer", "engines"
-_refused: set[str] = set()  # the starts of records of which that was said
+_refused: set[str] = set()  # the ids of refused records, for one log line each
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,20 @@ class ServiceRecord:
     url: str
     engine: str = ""
     rendezvous: str = ""
-    start: str = field(default_factory=lambda: secrets.token_hex(8))  # no two starts leave the same record
-    proof: str = ""  # that who left it has the services' key
+    # random, so that no two starts have the same record
+    start: str = field(default_factory=lambda: secrets.token_hex(8))
+    proof: str = ""  # proves that its writer has the services' key
 
     def proved(self, place: str) -> ServiceRecord:
-        """The same with its proof: the HMAC by the services' key of all that it says and of where
-        it stands. Empty without a key.
+        """The record with its proof: the HMAC, by the services' key, of its content and its place
+        in the store; empty without a key.
         """
         return replace(self, proof=_derived("proof", {**asdict(self), "proof": "", "place": place}))
 
     @property
     def key(self) -> str:
-        """The bearer key of this start alone; a gang that its service starts again has another.
+        """The bearer key of this start alone; trainer processes that their service starts again
+        have another one.
 
         Empty without a services' key.
         """
@@ -79,16 +81,16 @@ class ServiceRecord:
 
 
 def node_name(node: int) -> str:
-    """The name of the service that a run starts for one of its nodes: a second start of it takes
-    the first one's place.
+    """The name of the service that a run starts for one of its nodes: a second start replaces the
+    first.
     """
     return f"node-{node}"
 
 
 def service_key() -> str:
-    """The secret that flow, gangs and hosts share, and send to nobody; empty: no key is asked for.
+    """The secret that flow, trainers and hosts share, and never send; empty: no key is required.
 
-    UserError when it is no plain text.
+    UserError when it is not plain text.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -99,16 +101,17 @@ def service_key() -> str:
 
 
 def _derived(purpose: str, of: dict[str, str]) -> str:
-    """The HMAC of these values by the services' key: only a process with the key can make it, and
-    it differs for each purpose. Empty without that key."""
+    """The HMAC of these values by the services' key, different for each purpose, which only a
+    process with the key can compute; empty without a key.
+    """
     key, text = service_key(), json.dumps([purpose, of], sort_keys=True)
     return hmac.new(key.encode(), text.encode(), "sha256").hexdigest() if key else ""
 
 
 def own_address(address: str = "") -> str:
-    """The address to listen at: the given one, else this node's ($RLPIPE_ADDRESS), else loopback.
+    """The address to listen on: the given one, else this node's ($RLPIPE_ADDRESS), else loopback.
 
-    UserError when others could reach it without a key.
+    UserError when other machines could reach it without a key.
     """
     address = address or os.environ.get(ADDRESS_VARIABLE, "") or LOOPBACK[0]
     if address not in LOOPBACK and not service_key():
@@ -124,12 +127,13 @@ def services_folder(run_root: str, kind: str) -> str:
 
 
 def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
-    """The records of a kind, in the order of their names; where this process has the services' key,
-    those of who has it too.
+    """The records of a kind, ordered by name; if this process has the services' key, only those
+    that were written with it.
     """
     records = []
     for key in _places(store, run_root, kind):
-        with contextlib.suppress(StoreError):  # gone between the two calls, or of another version
+        # deleted between the two calls, or written by another version
+        with contextlib.suppress(StoreError):
             record = read_document(store, key, ServiceRecord)
             if service_key() and not hmac.compare_digest(record.proof.encode(), record.proved(key).proof.encode()):
                 _refuse(store.address(key), record)
@@ -139,24 +143,25 @@ def registered(store: Store, run_root: str, kind: str) -> list[ServiceRecord]:
 
 
 def file_keys(store: Store, run_root: str) -> dict[str, str]:
-    """The bearer keys of what serves files to a run, its gang and its hosts, by the URLs of these
-    files.
+    """The bearer keys of the trainer nodes and hosts that serve files to a run, by the URLs of
+    their files.
     """
     return {record.files_url: record.key for kind in (TRAINER, ENGINES) for record in registered(store, run_root, kind)}
 
 
 def anybody_registered(store: Store, run_root: str, kind: str) -> bool:
-    """True when there is a record of a kind, also one that is not accepted."""
+    """True when there is a record of a kind, accepted or not."""
     return bool(_places(store, run_root, kind))
 
 
 def _places(store: Store, run_root: str, kind: str) -> list[str]:
     keys = store.list(services_folder(run_root, kind))
-    return [key for key in keys if not key.rsplit("/", 1)[-1].startswith(".")]  # else it is being written
+    # a dot file is still being written
+    return [key for key in keys if not key.rsplit("/", 1)[-1].startswith(".")]
 
 
 def _refuse(address: str, record: ServiceRecord) -> None:
-    """Says, once, that a record is not taken."""
+    """Logs, once, that a record is refused."""
     if record.start not in _refused:
         _refused.add(record.start)
         log.warning(
@@ -167,14 +172,14 @@ def _refuse(address: str, record: ServiceRecord) -> None:
 
 
 def dismiss(store: Store, run_root: str, kind: str, name: str) -> None:
-    """Ends a service, wherever it is, within a few seconds."""
-    with contextlib.suppress(FileNotFoundError):  # it left, or another dismissed it
+    """Makes a service end, wherever it runs, within a few seconds."""
+    with contextlib.suppress(FileNotFoundError):  # it has left, or was dismissed already
         store.delete(f"{services_folder(run_root, kind)}/{name}.json")
 
 
 @dataclass
 class Registration:
-    """A service's own record, from the first `enter` on."""
+    """A service's own record."""
 
     store: Store
     run_root: str
@@ -182,8 +187,8 @@ class Registration:
     record: ServiceRecord
 
     def work_dir(self, below: Path) -> Path:
-        """Its own folder for logs and local copies; those of earlier starts, which were killed, are
-        removed.
+        """This start's own folder for logs and local copies. Deletes those of earlier starts, which
+        were killed.
         """
         folder = below / f"{self.kind}-{self.run_root.rsplit('/', 1)[-1]}-{self.record.name}"
         for scratch in folder.glob("*/*/"):
@@ -191,14 +196,14 @@ class Registration:
         return folder / self.record.start
 
     async def enter(self) -> None:
-        """Leaves the record: whoever was in its place is dismissed."""
+        """Writes the record; a service that had one in its place is dismissed by that."""
         key = f"{services_folder(self.run_root, self.kind)}/{self.record.name}.json"
         self.record = self.record.proved(key)
         await asyncio.to_thread(self.store.put, key, sealed(self.record))
 
     async def change(self, **fields: str) -> None:
-        """Says something else in the record, while it stands: a dismissed service must not bring
-        itself back.
+        """Changes the record, but only while it stands: a dismissed service must not register
+        again.
         """
         self.record = replace(self.record, **fields)
         if await self.stands():
@@ -210,7 +215,7 @@ class Registration:
         return self.record.start in (record.start for record in records)
 
     async def leave(self) -> None:
-        """Takes the record away, unless another service has taken the place."""
+        """Deletes the record, unless another service has replaced it."""
         if await self.stands():
             await asyncio.to_thread(dismiss, self.store, self.run_root, self.kind, self.record.name)
 
@@ -221,24 +226,25 @@ class RunService(Protocol):
     registration: Registration
 
     async def work(self) -> Never:
-        """Serves until it is cancelled, or raises why it cannot go on."""
+        """Serves until it is cancelled; raises the fault that prevents it."""
         ...
 
     async def idle_s(self) -> float:
-        """For how many seconds the run has asked for nothing."""
+        """The seconds since the run's last request."""
         ...
 
     async def close(self) -> None:
-        """Ends what `work` has started."""
+        """Ends all that `work` has started."""
 
 
-# whether a service that has been without work for so many seconds is to end
+# (seconds without work) -> True when the service is to end
 IsOver = Callable[[float], Awaitable[bool]]
 
 
 def past(idle_timeout_s: float) -> IsOver:
-    """Returns the rule that ends a service which its run starts again when it needs it: the service
-    ends after more than `idle_timeout_s` without work; 0: never."""
+    """Returns the rule for a service that its run starts again when needed: it ends after more than
+    `idle_timeout_s` seconds without work; 0: never.
+    """
 
     async def is_over(idle_s: float) -> bool:
         return 0 < idle_timeout_s < idle_s
@@ -247,9 +253,9 @@ def past(idle_timeout_s: float) -> IsOver:
 
 
 async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> str:
-    """Serves a run until that is over, leaves the run, and returns why: told to end, dismissed, or
-    without work for too long (`past`, or `RunWatch.is_over` for a service that nobody starts
-    again). A fault that ends the work is raised.
+    """Serves a run until the service is to end, then leaves the run and returns the reason: told to
+    end, dismissed, or without work for too long (`past`, or `RunWatch.is_over` for a service that
+    is not started again). Raises the fault that ended the work.
     """
     raise_file_limit()
     with patience.working() as work:
@@ -258,7 +264,7 @@ async def serve(service: RunService, is_over: IsOver, ended: asyncio.Event) -> s
 
 async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, work: patience.Errand) -> str:
     registration = service.registration
-    # before there is anything to change in it: two writes at once would have no order
+    # before `work` changes the record: two concurrent writes have no order
     await registration.enter()
     working, ending = asyncio.create_task(service.work()), asyncio.create_task(ended.wait())
     try:
@@ -268,12 +274,13 @@ async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, wo
                 await working
             if ended.is_set():
                 return "it was told to end"
-            with patience.hurrying():  # it is asked again anyway
+            with patience.hurrying():  # without long retries, as the loop asks again anyway
                 try:
                     if not await registration.stands():
                         return "the run dismissed it"
                 except (OSError, StoreError) as error:
-                    log.warning("the store does not answer: %s", error)  # who is asked for work goes on working
+                    # a service that gets requests goes on working
+                    log.warning("the store does not answer: %s", error)
                 if await is_over(idle_s := await service.idle_s()):
                     return f"it had no work for {idle_s:.0f} s"
     finally:
@@ -288,10 +295,10 @@ async def _served(service: RunService, is_over: IsOver, ended: asyncio.Event, wo
 
 
 async def config_of(watch: RunWatch, **sections: BaseModel | None) -> PipelineConfig:
-    """The config of a run with other operational sections, waiting until somebody has begun it, and
-    for as long as somebody prepares it.
+    """Waits until a run has begun, and for as long as a process prepares it; returns its config,
+    with these operational sections replaced.
 
-    UserError when nobody did within the watch's idle time.
+    UserError when it has not begun within the watch's idle time.
     """
     store, key, began_at = watch.store, record_key(watch.run), time.monotonic()
     if not await asyncio.to_thread(store.exists, key):

@@ -1,8 +1,8 @@
-"""Finds out if somebody still works on the run of a service: a service that nobody starts again
-stays for as long as somebody does, whatever the run does.
+"""Checks that a process still works on the run of a service: a service that is not started again
+stays for as long as one does, busy or not.
 
-A process that works on a run beats in its lease, one that prepares it in its announcement
-(`rlpipe.store.lease`). Nobody's clock is compared.
+A process that works on a run renews its lease, one that prepares it renews its announcement
+(`rlpipe.store.lease`). Clocks of different machines are not compared.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rlpipe.store.backend import Store
 from rlpipe.store.lease import HEARTBEAT_S, STALE_S, pulse
 
 log = logging.getLogger(__name__)
-LOOK_S = 50.0  # a listing and a small read of the store
+LOOK_S = 50.0  # a look is one listing and one small read of the store
 SAY_S = 60.0
 
 
 class RunWatch:
-    """Looks at one run in the store about once a minute, oftener where `idle_timeout_s` is short.
+    """Looks at one run in the store about once a minute, more often if `idle_timeout_s` is short.
 
-    `idle_timeout_s`: for how long a service stays that has nothing to do; 0: always.
+    `idle_timeout_s`: the time for which a service without work stays; 0: for ever.
     """
 
     def __init__(self, store: Store, run: str, idle_timeout_s: float) -> None:
@@ -34,10 +34,10 @@ class RunWatch:
         self._looked_at = float("-inf")
 
     async def gone_s(self) -> float:
-        """For how many seconds nobody has worked on the run, or prepared it, at the last look; 0
-        before its last beat is STALE_S old.
+        """The seconds, at the last look, for which no process has worked on the run or prepared it;
+        0 until its last renewal is STALE_S old.
 
-        While the store cannot be read nothing is known, and nothing counted.
+        Time in which the store cannot be read does not count.
         """
         if time.monotonic() - self._looked_at >= self._look_s:
             try:
@@ -53,10 +53,10 @@ class RunWatch:
         return max(0.0, self._looked_at - self._beat_at - STALE_S)
 
     async def is_over(self, idle_s: float) -> bool:
-        """True when a service that has been without work for `idle_s` is to end: not while somebody
+        """True when a service that has had no work for `idle_s` is to end; False while a process
         works on the run.
 
-        A service that waits says so, a line a minute.
+        A service that waits logs a line every minute.
         """
         gone_s = await self.gone_s()
         if 0 < self.idle_timeout_s < min(idle_s, gone_s):

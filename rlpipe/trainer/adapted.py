@@ -1,5 +1,5 @@
-"""A policy that is an adapter beside a base which never changes: how the adapter goes to the store,
-and how it stands in for the KL's reference.
+"""A policy that is an adapter on a base which never changes: saves the adapter, and uses the same
+model with another adapter as the reference of the KL term.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlpipe.trainer.step import Resident
 
 
 def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:
-    """Publishes in a folder the adapter in peft's files, in the number type of the forward pass,
-    the reference to its base, and the documents. Records on rank 0.
+    """Publishes in a folder the adapter in peft's format, in the dtype of the forward pass, the
+    reference to its base, and the documents. Returns the records on rank 0.
     """
     adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
     assert adapted is not None, "the policy is whole"
-    # gathered by all ranks; cloned, as of one rank they are views of the live weights
+    # gathered by all ranks; cloned, as with one rank they are views of the live weights
     whole = {
         PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()
     }
@@ -46,10 +46,10 @@ def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[s
 
 
 def adapter_of_reference(gang: Gang, resident: Resident, ref: ArtifactRef) -> list[Tensor]:
-    """This rank's rows of the adapter with which the policy in training is the policy `ref`: zeros
-    where that is its base, with the adapter off.
+    """This rank's rows of the adapter with which the policy in training equals the policy `ref`;
+    zeros (the adapter is off) where `ref` is its base.
 
-    Empty where it is no policy of the same base, and has to be loaded as a model of its own.
+    Empty where `ref` has another base, and must be loaded as a model of its own.
     """
     adapted, rows = resident.policy.adapted, None
     if adapted is None:

@@ -1,4 +1,5 @@
-"""Data of a job: Parquet to sequences, and rows of texts (rlpipe/trainer/packing.py) to tensors.
+"""Reads the data of a job: Parquet to sequences, and rows of texts (rlpipe/trainer/packing.py) to
+tensors.
 
 Legend: R rows of a microbatch, L tokens of a row, N scored positions, B sequences of a microbatch,
 T their scored tokens (padded).
@@ -26,7 +27,7 @@ from rlpipe.trainer.packing import BRANCHES, Row, Text, TrainSequence, fullest, 
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """The columns of `batch.parquet` that training reads of a rollout."""
+    """The columns of `batch.parquet` that training reads, of one rollout."""
 
     prompt_tokens: Tokens
     completion_tokens: Tokens
@@ -39,33 +40,33 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class RlBatch:
-    """The rollouts of an iteration: what its advantages are computed of, and the sequences of each
-    step.
+    """The rollouts of an iteration: the values from which advantages are computed, and the
+    sequences of each step.
 
-    Branches that are trained are rows (B) of their own, right behind that of their rollout.
+    Branches that are trained are rows (B) of their own, directly after the row of their rollout.
     """
 
-    rewards_B: np.ndarray  # of its rollout
+    rewards_B: np.ndarray  # the reward of its rollout
     group_index_B: np.ndarray
-    rollout_B: np.ndarray  # the place of its rollout among those of the batch
+    rollout_B: np.ndarray  # the index of its rollout in the batch
     rollout_index_B: np.ndarray
-    lengths_B: np.ndarray  # scored tokens; masked ones are absent
+    lengths_B: np.ndarray  # the number of scored tokens; masked tokens do not count
     steps: list[list[TrainSequence]]
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of one forward pass. `slot_N` places the N scored positions into the B x T of the
-    losses; the B sequences are those of `rows` of the batch, in this order.
+    """The inputs of one forward pass. `slot_N`: the place of each scored position in the B x T of
+    the losses. `rows`: the rows of the batch that are its B sequences, in this order.
 
-    Without sequences it has one row of padding and one scored position outside the mask: the same
-    collectives, gradient 0.
+    A microbatch without sequences has one row of padding, and one scored position outside the mask:
+    it runs the same collectives, with gradient 0.
     """
 
     tokens_RL: Tensor
     positions_RL: Tensor
-    # where a text has several sequences: BRANCHES times the text, and 0 in
-    # the prompt, 1, 2, ... behind it
+    # only where a text has several sequences: BRANCHES x index of the text, plus 0 in the prompt
+    # and 1, 2, ... in its completions
     branch_RL: Tensor | None
     source_N: Tensor
     target_N: Tensor
@@ -78,13 +79,14 @@ class Microbatch:
     reference_logprobs_BT: Tensor | None = None
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """Values of the scored positions as B x T, 0 elsewhere."""
+        """Places the values of the scored positions into B x T, with 0 elsewhere."""
         flat = values_N.new_zeros(self.mask_BT.numel())
         return flat.index_put((self.slot_N,), values_N).view(self.mask_BT.shape)
 
     def scored(self, values_BT: Tensor) -> Tensor:
-        """Values of B x T at the scored positions, row after row;
-        none of a microbatch of padding."""
+        """Returns the values of B x T at the scored positions, row after row; empty for a
+        microbatch of padding.
+        """
         return values_BT.flatten()[self.slot_N] if self.rows else values_BT.new_zeros(0)
 
     def to(self, device: torch.device) -> Microbatch:
@@ -93,12 +95,12 @@ class Microbatch:
 
 
 def collate(texts: list[Text], rows: list[Row], padding: int = 0) -> Microbatch:
-    """The tensors of one microbatch: texts side by side in rows, as long as the fullest and
-    `padding` more.
+    """Builds the tensors of one microbatch: texts one after the other in rows, whose length is that
+    of the fullest row plus `padding`.
 
-    Positions restart with each text, and with each token of padding; all completions of a prompt go
-    on from it. Behind a single sequence they go on: rows that hold one each need no mask but the
-    causal one.
+    Positions restart with each text and with each token of padding; all completions of a prompt
+    continue its positions. In rows of one sequence each, the positions of the padding continue
+    those of the sequence: then the causal mask is enough.
     """
     row_tokens = fullest([[text_tokens(texts[index]) for index in row] for row in rows]) + padding
     shape = (max(len(rows), 1), row_tokens)
@@ -149,8 +151,8 @@ def _padded(rows: list[np.ndarray], width: int) -> Tensor:
 
 
 def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path) -> RlBatch:
-    """The rollouts of a batch, in as many steps as it has groups for; `folder`: as `map_records`
-    has it. StoreError naming the group of a row that makes no sense.
+    """Reads the rollouts of a batch, in as many steps as it has groups for. `folder`: see
+    `map_records`. StoreError naming the group of an invalid row.
     """
     rollouts = map_records(store, data, "batch.parquet", BatchRow, folder)
     rows, rollout_B = with_branches(rollouts, map_records_if_any(store, data, BRANCHES_FILE, Branch, folder))
@@ -181,12 +183,12 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
 
 
 def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num_steps: int) -> list[np.ndarray]:
-    """The rows of each step: its groups are contiguous (`step_ranges`), those of which nothing can
-    be trained among them.
+    """The rows of each step: its groups are contiguous (`step_ranges`), and include those of which
+    nothing can be trained.
 
-    Such a group keeps its place, so a step is the same whatever became of others. A batch of older
-    code says of none (None): step j takes its groups j, j + num_steps, ..., so that what is trained
-    again comes to the same weights.
+    Such a group keeps its place, so that a step does not depend on the outcome of other groups. A
+    batch of older code has no list of them (None): there step j has the groups j, j + num_steps,
+    ..., so that training it again gives the same weights.
     """
     if empty_groups is None:
         group_B = np.cumsum(np.diff(group_index_B, prepend=group_index_B[:1]) != 0)
@@ -205,9 +207,10 @@ def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num
 
 
 def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path) -> list[TrainSequence]:
-    """The conversations of a file of an SFT data set, in order; none where there is no such file.
+    """Reads the conversations of a file of an SFT data set, in order; empty where there is no such
+    file.
 
-    `folder`: as `map_records` has it. StoreError for one that makes no sense.
+    `folder`: see `map_records`. StoreError for an invalid conversation.
     """
     sequences, none = [], np.zeros(0, dtype=np.float32)
     for row in map_records_if_any(store, data, name, Conversation, folder):
@@ -224,12 +227,12 @@ def read_conversations(store: Store, data: ArtifactRef, name: str, folder: Path)
 
 
 def conversations_of_step(num_conversations: int, step: int, batch_size: int, seed: int) -> list[int]:
-    """Indices of a global step: a slice of an endless sequence of epochs, a function of its
-    arguments.
+    """The indices of the conversations of a global step: a slice of an endless sequence of epochs.
+    A pure function of its arguments.
 
-    The first epoch is in the stored order: the mixture's cursor has shuffled it, with exact shares
-    in every batch (shuffled again, the number of hard examples a batch sees would vary, and with it
-    what a short SFT learns). Later epochs are permuted.
+    The first epoch is in the stored order, which the mixture's cursor has shuffled with exact
+    shares in every batch (after another shuffle the number of hard examples per batch would vary,
+    and with it the result of a short SFT). Later epochs are permuted.
     """
     assert num_conversations > 0 and step >= 0, f"{num_conversations} conversations, step {step}"
     places = [divmod(place, num_conversations) for place in range(step * batch_size, (step + 1) * batch_size)]

@@ -1,8 +1,8 @@
-"""The jobs of the trainer processes, as rank 0 knows them: which runs, which are done, and what is
-resident. Needs no torch.
+"""Rank 0's record of the trainer's jobs: the one that runs, those that are done, and the resident
+position. Needs no torch.
 
-A job asked twice is done once: jobs with equal fields are one job. The HTTP thread submits and
-waits; the main thread works.
+Jobs with equal fields are one job, and are done once. The HTTP thread submits jobs and waits; the
+main thread does them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JobRecord:
 
 
 class JobRefused(Exception):
-    """A job that may not run now; `answer` says why, and which position is resident."""
+    """The job may not run now; `answer` has the reason and the resident position."""
 
     def __init__(self, error: str, position: str | None) -> None:
         super().__init__(error)
@@ -35,23 +35,24 @@ class JobRefused(Exception):
 
 
 class Board:
-    """At most one job at a time; positions change only by jobs that succeed."""
+    """Runs at most one job at a time; only a job that succeeds changes the position."""
 
     def __init__(self) -> None:
         self.position: str | None = None
         self.running: JobRecord | None = None
-        self.nodes: Callable[[], list[dict[str, object]]] = list  # of the gang, and for how long they have been silent
-        self.lost = ""  # why the gang ends
-        # the job that led to the position, and those after it that left it there
+        # the nodes, with the seconds for which each has been silent
+        self.nodes: Callable[[], list[dict[str, object]]] = list
+        self.lost = ""  # the reason why the trainer ends; empty while it works
+        # the job that led to the position, and later jobs that did not change it
         self._finished: list[JobRecord] = []
         self._waiting: queue.SimpleQueue[JobRecord] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._worked = time.monotonic()  # when somebody last asked for work, or it ended
+        self._worked = time.monotonic()  # time of the last submit, or of the end of the last job
 
     def submit(self, job: GangJob) -> JobRecord:
-        """The record of this job: it runs, or it is done and still holds, or it is new.
+        """Returns the record of a job that runs, that is done and still valid, or that is new.
 
-        JobRefused otherwise.
+        JobRefused for any other job.
         """
         with self._lock:
             self._worked = time.monotonic()
@@ -69,7 +70,7 @@ class Board:
             )
             if starts_from != self.position:
                 raise JobRefused("not resident", self.position)
-            # what was offloaded comes back with this job, so an offload after it is another one
+            # this job restores what was offloaded, so a later offload is a new job
             self._finished = [record for record in self._finished if not isinstance(record.job, OffloadJob)]
             if not isinstance(job, AtPosition | OffloadJob):
                 self.position = None
@@ -92,7 +93,7 @@ class Board:
             self.running.progress = {"done": done, "total": total}
 
     def finish(self, record: JobRecord, status: int, answer: dict[str, object]) -> None:
-        """Ends the running job; one that succeeded sets the position."""
+        """Ends the running job; a job that succeeded sets the position."""
         with self._lock:
             assert self.running is record, "another job was running"
             if status == STATUS_OK and not isinstance(record.job, OffloadJob):
@@ -102,21 +103,24 @@ class Board:
         record.answer.set_result((status, answer))
 
     def give_up(self, why: str) -> None:
-        """The gang ends: whoever waits for a job, or asks for one, is told why."""
+        """Answers all waiting and later requests with the reason why the trainer ends."""
         with self._lock:
             self.lost, running = why, self.running
         if running is not None and not running.answer.done():
             running.answer.set_result((STATUS_LOST, {"error": why}))
 
     def delivered(self, record: JobRecord) -> None:
-        """The answer was sent: a failure is forgotten, so that the same job can be tried again."""
+        """Notes that the answer was sent: a failed job is then forgotten, so that it can be tried
+        again.
+        """
         with self._lock:
             if record.answer.result()[0] != STATUS_OK and record in self._finished:
                 self._finished.remove(record)
 
     def status(self) -> dict[str, object]:
-        """The position that is resident, whether a job runs and how far it is, and the seconds for
-        which there was nothing to do."""
+        """The resident position, the running job's progress, and the seconds since there was last
+        something to do.
+        """
         running = self.running
         progress, idle_s = (running.progress, 0.0) if running else (None, time.monotonic() - self._worked)
         return {"position": self.position, "busy": running is not None, "progress": progress, "idle_s": idle_s}

@@ -1,6 +1,6 @@
-"""The trainer gang from the flow's side: starts it, asks it, brings it back when it dies.
+"""The flow's client of the trainer: starts it, sends it jobs, and restarts it when it dies.
 
-Only references cross this border.
+Jobs hold references, never data.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from rlpipe.trainer.process import GangPlace, GangProcess
 
 log = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 7200.0
-CALL_TIMEOUT_S = 60.0  # the gang answers within 20 s, "running" if it must
+CALL_TIMEOUT_S = 60.0  # rank 0 answers within 20 s, with "running" for a job that takes longer
 BUSY_RETRY_S = 0.5
 
 
 class NotResident(TrainerError):
-    """The gang does not hold the position that a job starts from (it was restarted, or served
-    another run).
+    """The trainer does not have the position that a job starts from (it was restarted, or did jobs
+    of another run).
     """
 
 
 class GangLost(TrainerError):
-    """The gang died while it was asked; it has been restarted and is empty."""
+    """The trainer died during a job; it has been restarted and has nothing resident."""
 
 
 class TrainerClient:
-    """One resident gang. Jobs are idempotent by content: asked twice, done once."""
+    """A client of one trainer. Jobs are idempotent by content: a job that is sent twice is done
+    once.
+    """
 
     def __init__(self, place: GangPlace) -> None:
         self.place = place
@@ -53,16 +55,19 @@ class TrainerClient:
 
     @property
     def serves_files(self) -> bool:
-        """True when other nodes get what these trainer processes have published, by its keys; False
-        for child processes of this process alone."""
+        """True when the trainer serves the files that it has published to other nodes; False for
+        child processes of this process.
+        """
         return not isinstance(self.place, GangProcess)
 
     def sender(self, position: str) -> Sender:
-        """The sender of the policy at `position` to engines, for as long as that policy is held."""
+        """The address for engines that receive the policy at `position` from the trainer's memory;
+        valid while that policy is resident.
+        """
         return Sender(self.url, position, self.place.key if isinstance(self.place, GangProcess) else "")
 
     async def start(self) -> None:
-        """Starts the gang, or finds it, and waits until it answers."""
+        """Starts the trainer, or finds a running one, and waits until it answers."""
         assert self.session is None, "the gang runs already"
         self.url = await self.place.start()
         self.session = new_session()
@@ -72,9 +77,9 @@ class TrainerClient:
     ) -> JobAnswer:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
-        NotResident when the gang holds another position, GangLost when it died (and was restarted,
-        empty), StepRefused when a step would be non-finite, OSError when the store could not be
-        reached, TrainerError past JOB_TIMEOUT_S.
+        NotResident when the trainer has another position, GangLost when it died (and was restarted,
+        with nothing resident), StepRefused when a step would be non-finite, OSError when the store
+        could not be reached, TrainerError past JOB_TIMEOUT_S.
         """
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -104,8 +109,9 @@ class TrainerClient:
         )
 
     async def offload(self) -> None:
-        """The gang gives its memory back until its next job: also one that worked for another
-        process of the run. One that was never started, or is lost meanwhile, holds none.
+        """Frees the trainer's device memory until its next job, also where another process of the
+        run uses the same trainer. Does nothing for one that was never started, or is lost
+        meanwhile: it has no memory.
         """
         if not self.started and (url := await self.place.running()):
             self.url, self.session = url, new_session()
@@ -123,11 +129,11 @@ class TrainerClient:
             raise await self._lost(job, f"node 0 does not answer ({error})", times_lost) from error
 
     async def _lost(self, job: str, why: str, times_lost: int) -> GangLost:
-        """Brings the gang back, once for all that were asking; what is to be raised then.
+        """Restarts the trainer, once for all jobs that wait for it; returns the error to raise.
 
-        TrainerError, which names what was lost, when it does not come.
+        TrainerError, which names the job that was lost, when the trainer does not start again.
 
-        `times_lost`: how often that had happened when the gang was asked.
+        `times_lost`: the number of earlier losses when the job was sent.
         """
         async with self._bringing_back:
             if self._times_lost == times_lost:

@@ -19,7 +19,7 @@ def json_bytes(document: Mapping[str, object]) -> bytes:
 def config_files(gang: Gang, resident: Resident, stop_token_ids: list[int]) -> dict[str, bytes]:
     """The JSON files beside the weights, by their names.
 
-    What ends a turn ends a generation: the generation config says all of it.
+    The tokens that end a turn also end a generation: the generation config lists all of them.
     """
     generation_config = resident.generation_config
     known = generation_config.get("eos_token_id")
@@ -32,7 +32,7 @@ def config_files(gang: Gang, resident: Resident, stop_token_ids: list[int]) -> d
 
 
 def tokenizer_files(gang: Gang, tokenizer: ArtifactRef | None) -> dict[str, bytes]:
-    """The tokenizer's own files among those of an artifact, by their names."""
+    """The tokenizer's files of an artifact, by their names."""
     if tokenizer is None:
         return {}
     records = read_manifest(gang.store, tokenizer.folder, tokenizer.sha256).files

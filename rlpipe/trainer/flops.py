@@ -1,12 +1,11 @@
-"""The arithmetic of a model's passes, and the share of a GPU's peak that it is: model FLOPs
-utilisation (MFU).
+"""The FLOPs of a model's passes, and their share of a GPU's peak: model FLOPs utilisation (MFU).
 
-After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T a
-token for a forward and a backward pass, N parameters, L layers, H heads, Q numbers of a head, T
-tokens of the sequence. A third of that is a forward pass. N without embeddings that are only looked
-up, of a layer's experts those that a token is sent to, and the head for the tokens whose logits are
-made, the scored ones. Recomputed activations and padding are no model FLOPs; windows and the causal
-half are not taken off, as there.
+After PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311), appendix B: 6 N + 12 L H Q T
+per token for a forward and a backward pass, with N parameters, L layers, H heads, Q the head
+dimension, T tokens of the sequence. A forward pass is a third of that. N leaves out embeddings,
+which are only looked up, counts only the experts that a token is routed to, and the head only for
+scored tokens, whose logits are computed. Recomputed activations and padding do not count; as in the
+paper, windows and the causal half are not subtracted.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ TRAINED = 3  # forward passes that a forward and a backward pass are
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a pass over texts, on all ranks. `scored`: tokens whose logits are made. `pairs`:
-    pairs of tokens, as if each saw all of its sequence."""
+    """The work of a pass over texts, on all ranks. `scored`: the number of tokens whose logits are
+    computed. `pairs`: pairs of tokens, as if each token saw its whole sequence.
+    """
 
     tokens: int
     scored: int
@@ -50,7 +50,7 @@ class Work:
 
 
 def work_of(texts: list[Text]) -> Work:
-    """A prompt that several completions share is computed once."""
+    """The work of a pass over these texts; a prompt that several completions share counts once."""
     scored = sum(sequence.num_scored for text in texts for sequence in text)
     return Work(sum(map(text_tokens, texts)), scored, sum(map(text_pairs, texts)))
 
@@ -58,7 +58,7 @@ def work_of(texts: list[Text]) -> Work:
 def forward_flops(policy: PolicyModel, work: Work) -> float | None:
     """FLOPs of one forward pass: 2 x (parameters x tokens + head x scored) + pair_flops x pairs.
 
-    None for a family that does not say what its head is, or how many experts a token is sent to.
+    None for a family whose head, or whose number of experts per token, is not known.
     """
     head, parameters = getattr(policy.lm.get_output_embeddings(), "weight", None), used_parameters(policy)
     if head is None or parameters is None:
@@ -67,22 +67,23 @@ def forward_flops(policy: PolicyModel, work: Work) -> float | None:
 
 
 def flex_tokens(policy: PolicyModel) -> float | None:
-    """With flex_attention: at this length of a text its attention, of which the causal half is
-    computed, costs as much as all else in its layers. None for a policy with another attention,
-    that takes a mask of L x L.
+    """The length of a text at which flex_attention, which computes the causal half, costs as much
+    as all else in its layers. None for a policy with another attention, with an L x L mask.
     """
     if not uses_flex(policy.lm):
         return None
     parameters = used_parameters(policy)
-    # too many, so attention is held to be cheap: what is shared is then no other
+    # parameters are overestimated, so attention counts as cheap, which does not change which
+    # prompts are shared
     if parameters is None:
         parameters = sum(one.numel() for one in policy.lm.parameters())
     return 4.0 * parameters / max(pair_flops(policy), 1.0)
 
 
 def used_parameters(policy: PolicyModel) -> float | None:
-    """The number of parameters that a token of a pass is multiplied with, without the head; None
-    for a family that does not say how many experts a token is sent to."""
+    """The number of parameters that a token is multiplied with in a pass, without the head; None
+    for a family whose number of experts per token is not known.
+    """
     lm, text = policy.lm, policy.lm.config.get_text_config()
     looked_up, head = (
         getattr(part, "weight", None) for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
@@ -98,15 +99,15 @@ def used_parameters(policy: PolicyModel) -> float | None:
 
 
 def pair_flops(policy: PolicyModel) -> float:
-    """FLOPs of attention for a token and one that it sees: 4 x layers x heads x head_dim."""
+    """FLOPs of attention per pair of tokens: 4 x layers x heads x head_dim."""
     text = policy.lm.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0  # no layer of some families has any
+    heads = getattr(text, "num_attention_heads", None) or 0  # some families have no attention
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
     return 4.0 * text.num_hidden_layers * heads * head_dim
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of a GPU that is known by its name; None for others, and for a CPU."""
+    """The peak FLOP/s of a GPU, by its name; None for an unknown GPU, and for a CPU."""
     if device.type != "cuda":
         return None
     words = set(re.findall(r"\w+", torch.cuda.get_device_name(device)))
@@ -115,9 +116,9 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def mfu(gang: Gang, seconds: float, done: list[tuple[PolicyModel, Work, int]]) -> Metrics:
-    """`train/mfu`, given the forward passes that were done over some work by a policy.
+    """The metric `train/mfu`. `done`: (policy, work, its number of forward passes).
 
-    Nothing where peak or arithmetic is not known.
+    Empty where the peak or the FLOPs are not known.
     """
     peak, whole = peak_flops(gang.device, gang.options.dtype), 0.0
     if peak is None or seconds <= 0:

@@ -1,5 +1,5 @@
-"""The ranks of one gang and how they agree: on a job, on sums, on a failure that only one of them
-saw.
+"""The trainer processes as a rank sees them, and their collectives: a job, sums, a failure that
+only one rank saw.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
 
 log = logging.getLogger(__name__)
-DATA_TIMEOUT = timedelta(minutes=5)  # of a collective between computations
-# one rank may wait so long for another that reads or writes the store
+DATA_TIMEOUT = timedelta(minutes=5)  # of the collectives of a step
+# of collectives that follow reading or writing the store on one rank
 CONTROL_TIMEOUT = timedelta(hours=2)
 LOCAL_FAULTS = (StoreError, ValueError, OSError, SafetensorError)
 Found = TypeVar("Found")
@@ -41,12 +41,12 @@ Found = TypeVar("Found")
 
 @dataclass
 class Gang:
-    """This rank's view of the gang.
+    """This rank's view of the trainer processes.
 
-    `control` is a gloo group of long patience: for what follows reading or writing.
+    `control`: a gloo group with a long timeout, for collectives that follow reading or writing.
 
-    `mesh`: of all ranks, or (copies of the model, parts of a copy); then `rank // parts` is this
-    rank's copy.
+    `mesh`: one dimension of all ranks, or (copies of the model, parts of a copy); in the latter
+    `rank // parts` is this rank's copy.
     """
 
     options: TrainerOptions
@@ -56,57 +56,62 @@ class Gang:
     mesh: DeviceMesh
     control: dist.ProcessGroup
     store: Store
-    # the ranks that share every row with this one; None where none are shared
+    # this rank's context-parallel group; None without context parallelism
     team: Team | None = None
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
     _warnings: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
-        """In how many parts a copy of the model is split, a rank each."""
+        """The number of parts that a copy of the model is sharded into, one per rank."""
         return self.mesh.shape[-1]
 
     @property
     def part(self) -> int:
-        """The number of the part of the model that this rank has."""
+        """The index of the part of the model that this rank has."""
         return self.rank % self.parts
 
     @property
     def copies(self) -> int:
-        """The number of ranks that have the same part, and do the same with it."""
+        """The number of copies of the model: that many ranks have the same part, and update it
+        alike.
+        """
         return self.size // self.parts
 
     @property
     def context_ranks(self) -> int:
-        """The number of ranks that share a row."""
+        """The number of ranks of a context-parallel group; 1 without one."""
         return self.team.ranks if self.team else 1
 
     def once(self, values: torch.Tensor) -> torch.Tensor:
-        """For sums over ranks, what all ranks of a team have alike: zeros on all but the first of
-        them.
+        """Prepares values that are equal on all ranks of a context-parallel group for a sum over
+        ranks: zeros on all ranks of the group but the first.
         """
         return torch.zeros_like(values) if self.team and self.team.rank else values
 
     def scratch(self, name: str) -> Path:
-        """A folder of this node's scratch."""
+        """The folder `name` in this node's scratch, created."""
         folder = Path(self.options.work_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     @property
     def published(self) -> Path:
-        """The folder of files of this node, under their store keys, before the store has them."""
+        """The folder with the files that this node has published, by their store keys, before the
+        store has them.
+        """
         return self.scratch("published")
 
     @property
     def files_url(self) -> str:
-        """The address at which this node serves what is published here."""
+        """The URL at which this node serves the files that it has published."""
         return f"http://{self.options.host}:{self.options.port}{FILES}"
 
     @property
     def node_ranks(self) -> int:
-        """The number of ranks of a node: they share its disk, and the first of them serves and
-        uploads what is published there."""
+        """The number of ranks per node: they share its disk, and the first of them serves and
+        uploads the files that are published there.
+        """
         return min(self.options.trainer.ranks, self.size)
 
     @property
@@ -115,7 +120,7 @@ class Gang:
 
     @property
     def node(self) -> int:
-        """The number of the node that this rank is on."""
+        """The index of this rank's node."""
         return self.rank // self.node_ranks
 
     @property
@@ -123,15 +128,15 @@ class Gang:
         return self.rank % self.node_ranks == 0
 
     def by_node(self, number: int) -> int:
-        """The rank that has the turn `number` where the nodes take turns, and on each of them its
-        ranks: `size` turns are a round.
+        """The rank that has the turn `number`: the nodes take turns, and on each node its ranks do;
+        `size` turns are a round.
         """
         local, node = divmod(number % self.size, self.nodes)
         return node * self.node_ranks + local
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, on all ranks: torch's own gather would unpickle whatever
-        comes in at the port.
+        """Gathers a JSON value of each rank, on all ranks. torch's own `all_gather_object` would
+        unpickle whatever arrives at the port.
         """
         data = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -148,20 +153,20 @@ class Gang:
         return values
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """A float32 host tensor of which one rank has each number, and the others 0: whole, on all
-        ranks. As a sum of one number it is exact.
+        """Joins a float32 host tensor of which each element is on one rank, and 0 on the others;
+        returns it whole on all ranks. The sum is exact, as only one summand is not 0.
         """
         assert values.dtype == torch.float32 and values.device.type == "cpu", f"{values.dtype} on {values.device}"
         dist.all_reduce(values)
         return values
 
     def to_first(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The values of every rank, in the order of ranks, on rank 0, and none on the others: host
-        tensors of one dimension and any length.
+        """Returns the values of all ranks, in the order of ranks, on rank 0, and an empty list on
+        the others. `values`: host tensors of one dimension and any length.
         """
         counts = self.gather(len(values))
         of_ranks = [values] if self.rank == 0 else []
-        # one by one: of what rank 0 has not asked for yet nothing is under way
+        # one by one: nothing is sent before rank 0 receives it
         for rank in range(1, self.size):
             part = values.contiguous() if self.rank == rank else values.new_empty(counts[rank])
             if counts[rank] and self.rank == rank:
@@ -172,8 +177,9 @@ class Gang:
         return of_ranks
 
     def fingerprint(self) -> dict[str, str]:
-        """The facts that the bits of a result depend on, beside the code: equal on one kind of
-        machine with equal libraries."""
+        """The facts, beside the code, that the bits of a result depend on: equal on machines of one
+        kind with equal libraries.
+        """
         if self.device.type == "cpu":
             device, library = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "none"
         else:
@@ -186,8 +192,8 @@ class Gang:
         return of_gang | {name: str(count) for name, count in shape.items()}
 
     def warn(self, text: str) -> None:
-        """Says it in this rank's log, and, from the first rank, to the flow with the result of the
-        job that is being done.
+        """Logs a warning on this rank; those of rank 0 also go to the flow, with the result of the
+        current job.
         """
         log.warning("%s", text)
         self._warnings.append(text)
@@ -198,7 +204,9 @@ class Gang:
         return warnings
 
     def peak_memory_gib(self) -> float:
-        """The most that a rank has held since it started: of its GPU, else of main memory."""
+        """The largest peak memory of a rank since it started, in GiB: of its GPU, else of main
+        memory. A collective.
+        """
         held = (
             torch.cuda.max_memory_allocated(self.device)
             if self.device.type == "cuda"
@@ -208,8 +216,8 @@ class Gang:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A body without collectives that may fail on some ranks: then all ranks raise, and none is
-        left waiting.
+        """A context for a body without collectives that may fail on some ranks: all ranks then
+        raise, and none waits for ever.
 
         UserError when the fault is the user's, StoreError otherwise.
         """
@@ -227,11 +235,11 @@ class Gang:
             raise UserError(message) if users else StoreError(message)
 
     def in_turn(self, read: Callable[[Path], Found]) -> Found:
-        """Returns what `read` finds, given a new folder of this node. A collective; faults as in
-        `together`.
+        """Calls `read` with a new folder of this node and returns its result. A collective; faults
+        as in `together`.
 
-        One rank of the node goes first; the others then find in the folder what it has put there.
-        The folder is deleted afterwards.
+        One rank of the node calls it first; the other ranks then find in the folder the files that
+        the first has written. The folder is deleted afterwards.
         """
         first, folder, result = os.environ.get("LOCAL_RANK", "0") == "0", self.scratch("in-turn"), None
         for is_turn in (first, True):
@@ -245,13 +253,13 @@ class Gang:
 
 
 def _bytes(data: bytes, length: int) -> torch.Tensor:
-    """`data`, filled up with zeros to `length`."""
+    """`data` as uint8, padded with zeros to `length`."""
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def _keep_to_interface(address: str) -> None:
-    """The ranks' own connections stay on the interface of `address`: torch would take that of the
-    host's name.
+    """Binds the connections between ranks to the interface of `address`; torch's default is that of
+    the host name.
     """
     address = socket.gethostbyname(address)
     for name, addresses in psutil.net_if_addrs().items():
@@ -261,15 +269,15 @@ def _keep_to_interface(address: str) -> None:
 
 
 def join_gang(options: TrainerOptions) -> Gang:
-    """Joins the gang that the launcher started (or that the caller initialised), with reproducible
-    arithmetic.
+    """Joins the process group of the ranks that the launcher started (or that the caller
+    initialised), with deterministic arithmetic.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if options.trainer.nccl_algo:
         os.environ.setdefault("NCCL_ALGO", options.trainer.nccl_algo)
     torch.set_num_threads(options.trainer.threads)
     torch.use_deterministic_algorithms(True)
-    # a debugging aid that would fill every new tensor
+    # a debugging aid that fills every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device, backend = torch.device("cpu"), "gloo"
     if options.trainer.gpu_ids:

@@ -1,5 +1,5 @@
-"""The distance of engine and trainer at every scored token of an iteration. The steps have it at
-hand, so it costs no forward pass.
+"""The gap (trainer's logprob minus the engine's) at every scored token of an iteration. The steps
+compute these logprobs anyway, so it costs no forward pass.
 
 Legend: B sequences of a microbatch, or all rows of the batch (as `RlBatch`), T scored tokens of a
 sequence, N of the whole batch.
@@ -22,8 +22,8 @@ from rlpipe.trainer.publishing import publish_bytes
 
 
 def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
-    """Values_BT of every microbatch of every rank as [N], float32 on the host, on all ranks: each
-    team of ranks fills in its own.
+    """Joins values_BT of all microbatches of all ranks to [N], float32 on the host, on all ranks;
+    each context-parallel group fills in its own part. A collective.
     """
     ends_B = np.cumsum(lengths_B)
     values_N = torch.zeros(int(lengths_B.sum()))
@@ -35,38 +35,38 @@ def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Micr
 
 
 class Gaps:
-    """The gaps of this rank's microbatches, while it takes its steps.
+    """Collects the gaps of this rank's microbatches during the steps of an iteration.
 
-    They stay on the device until all are there: no step waits for them.
+    They stay on the device until the last step, so that no step waits for a copy.
     """
 
     def __init__(self) -> None:
         self._rows: list[int] = []
-        self._gaps: list[Tensor] = []  # of their scored tokens
+        self._gaps: list[Tensor] = []  # at the scored tokens of those rows
 
     def add(self, microbatch: Microbatch, start_BT: Tensor, recorded_BT: Tensor) -> None:
-        """The trainer's logprobs of a microbatch, by the weights that the iteration started from;
-        `recorded`: where they and the engine's are known.
+        """Adds the gaps of a microbatch. `start_BT`: logprobs by the weights that the iteration
+        started from; `recorded_BT`: true where these and the engine's are known.
         """
         gap_BT = (start_BT - microbatch.rollout_logprobs_BT).masked_fill(~recorded_BT, torch.nan)
         self._rows += microbatch.rows
         self._gaps.append(microbatch.scored(gap_BT))
 
     def gathered(self, gang: Gang, rollouts: RlBatch) -> list[TokenGaps]:
-        """A row for each rollout of the batch, in its order, on rank 0; none on the others, which
-        send it theirs. Branches beside them have none. A collective.
+        """Gathers on rank 0 the gaps of each rollout of the batch, in its order; returns an empty
+        list on the other ranks. Branches of a rollout have none. A collective.
         """
         rows, gaps = (
             torch.tensor(self._rows, dtype=torch.int64),
             torch.cat(self._gaps).cpu().half() if self._gaps else torch.zeros(0).half(),
         )
-        if gang.team and gang.team.rank:  # all ranks of a team have the same
+        if gang.team and gang.team.rank:  # all ranks of a context-parallel group have the same
             rows, gaps = rows[:0], gaps[:0]
         gap_of_row: dict[int, np.ndarray] = {}
         for rows_of_rank, gaps_of_rank in zip(gang.to_first(rows), gang.to_first(gaps), strict=True):
             parts = gaps_of_rank.split(rollouts.lengths_B[rows_of_rank.numpy()].tolist())
             gap_of_row.update(zip(rows_of_rank.tolist(), (part.numpy() for part in parts), strict=True))
-        # the first row of each rollout
+        # own_B: true at the first row of each rollout
         none, own_B = (np.zeros(0, dtype=np.float16), np.diff(rollouts.rollout_B, prepend=-1) > 0)
         places = zip(rollouts.group_index_B, rollouts.rollout_index_B, own_B, strict=True)
         return [
@@ -77,7 +77,7 @@ class Gaps:
 
 
 def save_gaps(gang: Gang, gaps: list[TokenGaps] | None, folder: str, attempt: str) -> list[FileRecord]:
-    """Publishes the gaps of an iteration; the record on rank 0."""
+    """Publishes the gaps of an iteration; returns their record on rank 0."""
     assert gaps is not None, "the gaps of an iteration that was loaded, not trained"
     records: list[FileRecord] = []
     with gang.together():

@@ -1,4 +1,4 @@
-"""The jobs of a gang, and what they come to. Needs no torch."""
+"""The jobs of the trainer, and their results. Needs no torch."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class NewAdapter:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
-    """Makes a position resident, from one of: a new model, a policy (weights, fresh optimizer), a
-    state (everything).
+    """Loads a position, from one of: a new model, a policy (its weights, with a fresh optimizer), a
+    state (weights and optimizer).
 
-    `adapter`: what a whole policy gets, to train only that; a stored one that is an adapter has its
-    own.
+    `adapter`: the adapter to add to a policy without one, and to train alone; a stored adapter
+    needs none.
     """
 
     position: str
@@ -72,8 +72,8 @@ class LoadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
-    """Publishes what is resident at `position`, and begins to upload it: the policy, the state, the
-    gaps of the iteration that led there, each where there is a folder for it.
+    """Publishes the resident `position` and begins the upload: the policy, the state, the gaps of
+    the iteration that led to it, each only if the job names a folder for it.
     """
 
     position: str
@@ -81,19 +81,19 @@ class SaveJob:
     state_folder: str | None
     attempt: str
     tokenizer: Reference | None
-    stop_token_ids: list[int]  # what ends a turn of the assistant
-    context_tokens_max: int  # the longest text that an engine takes
-    base: Reference | None = None  # the policy is stored as its difference to this one; none: whole
-    # the next policy will be stored as its difference to this one: its files stay on this node
+    stop_token_ids: list[int]  # the tokens that end a turn of the assistant
+    context_tokens_max: int  # the length of the longest text that an engine takes
+    base: Reference | None = None  # the policy is stored as its delta to this one; None: whole
+    # the next policy will be stored as its delta to this one: its files are kept on this node
     is_base: bool = False
     gap_folder: str | None = None
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Optimizer steps on `data`, from the position `start` to `result`.
+    """Takes optimizer steps on `data`, from the position `start` to `result`.
 
-    `first_step`: global index of the first of them.
+    `first_step`: the global index of the first of them.
     """
 
     start: str
@@ -105,7 +105,7 @@ class TrainJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class RlJob(TrainJob):
-    """One RL iteration. `reference`: the policy of the KL term."""
+    """The steps of one RL iteration. `reference`: the policy of the KL term."""
 
     kind: Literal["rl"]
     settings: RlConfig
@@ -119,9 +119,9 @@ class RlJob(TrainJob):
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SftJob(TrainJob):
-    """A segment of SFT, of `settings.num_steps` steps.
+    """The steps of one segment of SFT, `settings.num_steps` of them.
 
-    `seed`: of the order of the conversations.
+    `seed`: determines the order of the conversations.
     """
 
     kind: Literal["sft"]
@@ -132,7 +132,7 @@ class SftJob(TrainJob):
 @with_config(EXACT)
 @dataclass(frozen=True)
 class OffloadJob:
-    """Moves what is resident off the device, until the next job that does something."""
+    """Moves what is resident off the device, until the next job of another kind."""
 
     kind: Literal["offload"] = "offload"
 
@@ -140,8 +140,8 @@ class OffloadJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class OfferJob:
-    """Says what a `SendJob` of the policy at `position` will send to the group of that name, and
-    where the group meets.
+    """Asks for the tensors that a `SendJob` of the policy at `position` will send to this group,
+    and for the address at which the group meets.
     """
 
     position: str
@@ -151,8 +151,8 @@ class OfferJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class SendJob:
-    """Sends the policy at `position`, which was offered to the same group, to its receivers: ranks
-    from 1 on.
+    """Sends the policy at `position`, which was offered to this group, to its receivers (ranks 1,
+    2, ... of the group).
     """
 
     position: str
@@ -162,7 +162,7 @@ class SendJob:
 
 
 GangJob = LoadJob | RlJob | SftJob | SaveJob | OfferJob | SendJob | OffloadJob
-AtPosition = SaveJob | OfferJob | SendJob  # what asks for a position, and leaves it there
+AtPosition = SaveJob | OfferJob | SendJob  # jobs that need a position, and do not change it
 ANY_JOB: TypeAdapter[GangJob] = TypeAdapter(GangJob)
 JOBS: dict[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadJob),
@@ -182,8 +182,8 @@ _ATTEMPT = TypeAdapter(_Attempt)
 
 
 def job_of(kind: str, body: bytes) -> GangJob:
-    """The job of a request; UserError naming the field when the body is not JSON of exactly its
-    fields.
+    """Parses the job of a request. UserError naming the field when the body is not JSON with
+    exactly the job's fields.
     """
     try:
         return JOBS[kind].validate_json(body)
@@ -196,7 +196,9 @@ def job_of(kind: str, body: bytes) -> GangJob:
 
 
 def attempt_of(body: bytes) -> str:
-    """The attempt whose upload is waited for; UserError when the body is not {"attempt": NAME}."""
+    """Parses the attempt whose upload a request waits for. UserError when the body is not
+    {"attempt": NAME}.
+    """
     try:
         return _ATTEMPT.validate_json(body)["attempt"]
     except ValidationError as error:
@@ -204,9 +206,7 @@ def attempt_of(body: bytes) -> str:
 
 
 def check_place(job: GangJob, run: str) -> None:
-    """UserError for a save that would write elsewhere than into a folder of the run for what it
-    saves.
-    """
+    """Raises UserError for a save whose folder is not a policy, state or gap folder of the run."""
     assert run, "a gang is of a run"
     if not isinstance(job, SaveJob):
         return
@@ -235,7 +235,7 @@ class PlaceFields(TypedDict):
 
 
 class JobAnswer(TypedDict):
-    """A JobResult as JSON, but for what is sent to engines."""
+    """A JobResult as JSON, without the fields of sending to engines."""
 
     metrics: dict[str, Any]
     differs: str
@@ -250,24 +250,26 @@ class JobAnswer(TypedDict):
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job. A training has `metrics`, a load `differs`, an offer `offer`, a send
-    `sent`, a save the rest, and for a policy `metrics` too.
+    """The result of a job. A TrainJob sets `metrics`, a load `differs`, an offer `offer`, a send
+    `sent`, a save the other fields, and for a policy also `metrics`.
 
-    `warnings`: what a user should know of how the job was done; the log of the trainer processes is
-    on another machine, or nobody looks there.
+    `warnings`: texts for the user about the job, which the flow logs, too: the trainer's own log
+    may be on another machine.
     """
 
-    metrics: JsonDict = field(default_factory=dict)  # as the manifest of the policy will have them
-    differs: str = ""  # in what this gang is another than the one that saved the state
+    metrics: JsonDict = field(default_factory=dict)  # for the policy's manifest
+    # the differences between these trainer processes and those that saved the state
+    differs: str = ""
     policy: list[FileRecord] = field(default_factory=list)
     state: list[FileRecord] = field(default_factory=list)
     gap: list[FileRecord] = field(default_factory=list)
-    probe: dict[str, Sequence[float]] = field(default_factory=dict)  # tokens, and the logprobs of the last of them
+    # the tokens, and the logprobs of the last ones
+    probe: dict[str, Sequence[float]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     offer: Offer | None = None
-    # the files of weights that hold what was sent, under their plain names
+    # the files of weights that the sent policy would be saved in, by their plain names
     sent: list[FileRecord] = field(default_factory=list)
-    # where the gang's nodes have a save's files, the first node first
+    # the folder and URL of each node with the files of a save, the first node first
     places: list[NodeDisk] = field(default_factory=list)
-    # which of them has a file, by its name; the first has those that are not named
+    # the index of the node that has a file, by file name; the first node has all other files
     made_on: dict[str, int] = field(default_factory=dict)

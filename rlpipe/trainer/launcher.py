@@ -1,11 +1,12 @@
-"""Starts the ranks of one node of a gang, as torchrun would, whose import of torch takes seconds.
+"""Starts the trainer processes of one node, in place of torchrun, whose import of torch takes
+seconds.
 
-It ends with its parent and listens where its arguments say, so a killed flow process leaves no gang
-behind, and nobody else gets in. Told to end, it ends its ranks and says so in one line; with the
-first rank that fails it ends the others.
+It ends with its parent, so a killed flow process leaves no trainer processes, and listens only at
+the address in its arguments, so nobody else can connect. On a signal it ends its ranks and prints
+one line; when one rank fails, it ends the others.
 
-`python -m rlpipe.trainer.launcher OPTIONS -- -m MODULE ARGUMENTS`. The ranks get the variables that
-torch reads, and torchrun sets.
+`python -m rlpipe.trainer.launcher OPTIONS -- -m MODULE ARGUMENTS`. The ranks get the environment
+variables that torchrun would set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 
 from rlpipe.processes.launch import KILL_TIMEOUT_S, die_with_parent, signal_group
 
-# of the rank that has the meeting point: the number of its bound socket
+# for the rank that serves the meeting point: the file descriptor of its bound socket
 LISTENER_VARIABLE = "RLPIPE_MEETING_SOCKET"
 POLL_S = 0.2
 STOP_GRACE_S = 30.0
@@ -28,18 +29,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def bind(node: int, address: str, port: int) -> socket.socket | None:
-    """On node 0 the socket that the ranks of all nodes meet at."""
+    """Binds, on node 0, the socket of the meeting point of all ranks; None on other nodes."""
     return None if node else socket.create_server((address, port))
 
 
 def start_rank(
     options: argparse.Namespace, local_rank: int, port: int, listener: socket.socket | None
 ) -> subprocess.Popen[bytes]:
-    """One rank, in a session of its own.
+    """Starts one rank, in a session of its own.
 
-    The first of all has the meeting point, on the socket that is bound already: torch's own would
-    listen at every address of the machine. To torch it is that of an agent, as torchrun is one: no
-    rank opens another.
+    Rank 0 serves the meeting point, on the socket that is bound already: a socket of torch's own
+    would listen on every interface of the machine. The variables tell torch that an agent (as
+    torchrun is one) serves it, so that no rank opens another.
     """
     local_ranks, rank = options.nproc_per_node, options.node_rank * options.nproc_per_node + local_rank
     environment = {
@@ -57,8 +58,8 @@ def start_rank(
 
 
 def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int:
-    """The code to end with: once all ranks have ended well, or the first has not, or a signal has
-    come into `signals`.
+    """Waits until all ranks have ended with code 0, one has failed, or a signal has arrived in
+    `signals`; returns the exit code.
     """
     while not signals:
         codes = [rank.poll() for rank in ranks]
@@ -76,12 +77,14 @@ def until_ended(ranks: list[subprocess.Popen[bytes]], signals: list[int]) -> int
 
 
 def said(code: int) -> str:
-    """Says how a process ended. Example: code 1, signal SIGKILL."""
+    """Describes how a process ended. Examples: code 1, signal SIGKILL."""
     return f"code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
 
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to what still runs of them and what they started, SIGKILL after a grace."""
+    """Ends the ranks that still run and their child processes: SIGTERM, then SIGKILL after a grace
+    period.
+    """
     deadline = time.monotonic() + STOP_GRACE_S
     for rank in ranks:
         signal_group(rank, signal.SIGTERM)
@@ -94,7 +97,7 @@ def end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def options_of(argv: list[str]) -> argparse.Namespace:
-    """The options by torchrun's names, and what a rank runs."""
+    """Parses the options, by torchrun's names, and the command of a rank."""
     parser = argparse.ArgumentParser(prog="rlpipe.trainer.launcher", allow_abbrev=False)
     for name in ("--nnodes", "--nproc-per-node", "--node-rank", "--master-port"):
         parser.add_argument(name, type=int, required=True)
@@ -113,7 +116,7 @@ def main(argv: list[str]) -> int:
         for local_rank in range(options.nproc_per_node):
             ranks.append(start_rank(options, local_rank, port, listener))
         if listener is not None:
-            listener.close()  # it is the first rank's now
+            listener.close()  # the first rank has it now
         return until_ended(ranks, signals)
     finally:
         end(ranks)

@@ -1,5 +1,6 @@
-"""Messages of the ranks at their meeting point, beside their collectives: that they live, and what
-became of uploads."""
+"""Messages between the ranks over a TCPStore, beside their collectives: heartbeats, and the results
+of uploads.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from rlpipe.trainer.launcher import LISTENER_VARIABLE
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
-SILENT_S = 5.0  # of a rank whose gang has broken already: it is gone
-LAST_WORDS_S = 10.0  # a rank whose collective failed stays so long: then rank 0 knows who is silent
+SILENT_S = 5.0  # after a failure a rank that is silent for longer counts as lost
+# a rank stays so long after its collective failed: by then rank 0 knows which rank is silent
+LAST_WORDS_S = 10.0
 START_TIMEOUT = timedelta(minutes=10)  # between the starts of two nodes
-LOOK_S = 0.2  # how often node 0 looks whether another node has sent its files
+LOOK_S = 0.2  # how often node 0 checks for another node's upload
 
 
 def _meeting_point(timeout: timedelta = DATA_TIMEOUT, listener: int | None = None) -> TCPStore:
@@ -40,8 +42,9 @@ def _meeting_point(timeout: timedelta = DATA_TIMEOUT, listener: int | None = Non
 
 
 def come_to_meet() -> TCPStore:
-    """Returns the store where the ranks meet, before anything else. The first rank holds it, on the
-    socket that its launcher bound, for as long as it keeps this object."""
+    """Returns the TCPStore at which the ranks meet; to be called before anything else. The first
+    rank serves it, on the socket that its launcher bound, for as long as it keeps this object.
+    """
     if (listener := os.environ.pop(LISTENER_VARIABLE, None)) is not None:
         return _meeting_point(listener=int(listener))
     meeting = _meeting_point(START_TIMEOUT)
@@ -50,16 +53,17 @@ def come_to_meet() -> TCPStore:
 
 
 class Sent:
-    """Messages of how the upload of each save ended on each node: so the first node knows when the
-    store has all of it. Called once a save, on each node."""
+    """Tells the first node how the upload of each save ended on every node, so that it knows when
+    the store has all files. Called once per save, on each node.
+    """
 
     def __init__(self, gang: Gang) -> None:
         self._nodes, self._node, self._saves = gang.nodes, gang.node, 0
         self._store = _meeting_point()
 
     def __call__(self, fault: BaseException | None) -> None:
-        """Says how it ended here; the first node waits for the others, and raises what went wrong
-        there. A node that is lost ends the gang, and this wait.
+        """Reports how the upload ended on this node; the first node waits for the others, and
+        raises their faults. A lost node ends the trainer, and so this wait.
         """
         self._saves += 1
         if self._node:
@@ -83,10 +87,10 @@ class Sent:
 
 
 class Pulse:
-    """Every rank beats at the meeting point, in a thread of its own, and rank 0 listens: of a
-    collective no rank learns who is gone.
+    """Heartbeats: every rank writes one to the TCPStore, in a thread of its own, and rank 0 reads
+    them, as a collective that fails does not say which rank is lost.
 
-    `lost` is told why the gang cannot go on; it ends this process.
+    `lost`: called with the reason why the trainer cannot go on; it ends this process.
     """
 
     def __init__(self, gang: Gang, meeting: TCPStore, lost: Callable[[str], None]) -> None:
@@ -96,7 +100,9 @@ class Pulse:
         self._heard = [(b"", time.monotonic())] * gang.size
 
     def nodes(self) -> list[dict[str, object]]:
-        """All nodes, with their ranks and for how many seconds one of these has been silent."""
+        """All nodes, with their ranks and the most seconds for which one of these has been
+        silent.
+        """
         ranks: dict[tuple[int, str], list[int]] = {}
         for rank, (node, host) in enumerate(self._places):
             ranks.setdefault((node, host), []).append(rank)
@@ -106,7 +112,9 @@ class Pulse:
         ]
 
     def silent(self, seconds: float) -> str:
-        """The nodes with a rank that has been silent for longer; empty without one."""
+        """The nodes with a rank that has been silent for longer than `seconds`, as text; empty
+        without one.
+        """
         silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
         names = [
             f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for"
@@ -124,8 +132,7 @@ class Pulse:
     ) -> None:
         if isinstance(error, Exception):
             log.error("rank %d failed", self._gang.rank, exc_info=error)
-            # rank 0 goes first: the launcher ends the other ranks of
-            # a node with the first that ends
+            # rank 0 ends first: when one rank ends, the launcher ends the other ranks of its node
             time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
             self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
 

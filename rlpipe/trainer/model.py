@@ -1,4 +1,5 @@
-"""The policy as a sharded module that maps packed tokens to logprobs, and how its weights get in.
+"""The policy as a sharded module that maps packed tokens to logprobs, and the loading of its
+weights.
 
 Legend: R rows, L tokens of a row, N scored positions, H hidden size.
 """
@@ -41,21 +42,22 @@ from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
 
-# (the module's name, whole shape, first row, end row) -> those rows
+# (tensor's name in the module, whole shape, first row, end row) -> those rows
 ReadRows = Callable[[str, list[int], int, int], Tensor]
-Weights = Callable[[Any], ReadRows]  # where the rows of a model, which has none yet, come from
+# gives, for a model without weights, the function that reads its rows
+Weights = Callable[[Any], ReadRows]
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose forward pass gives logprobs, so that lm_head is unsharded where
-    it is used.
+    """A causal language model whose forward pass returns logprobs, so that FSDP unshards lm_head
+    within the forward pass.
     """
 
     def __init__(self, lm: Any, adapted: Adapted | None = None, team: Team | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.team = team  # with which every row is shared
-        self.adapted = adapted  # of a model with an adapter
+        self.team = team  # the context-parallel group; None without one
+        self.adapted = adapted  # the adapter's settings and base; None without an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
         self._project = head_of(lm)
@@ -71,8 +73,9 @@ class PolicyModel(nn.Module):
         entropy_trained: bool = True,
         branch_RL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, fp32, of `target_N`, each predicted at the flat position
-        `source_N`; all ranks of a team give the same, and get the same.
+        """Returns logprobs and entropies of `target_N`, fp32, each predicted at the flat position
+        `source_N`. All ranks of a context-parallel group pass the same arguments and get the same
+        result.
         """
         team, length, count, place_M = (
             self.team if uses_team(self.lm) else None,
@@ -94,8 +97,9 @@ class PolicyModel(nn.Module):
         return parts if team is None or place_M is None else team.joined(parts, place_M, count)
 
     def _mask(self, positions_RL: Tensor, branch_RL: Tensor | None, team: Team | None) -> AttentionMask | None:
-        """The mask that the model does not make itself; None where it makes it, or needs none. It
-        makes none of whole rows where it has a slice of them."""
+        """The attention mask to pass to the model; None where the model makes its own, or needs
+        none. A model that has only a slice of each row cannot make the mask of whole rows.
+        """
         if branch_RL is None and not team and not uses_flex(self.lm):
             return None
         masks = Masks(self.lm)
@@ -104,8 +108,8 @@ class PolicyModel(nn.Module):
         return masks.of_rows(positions_RL, branch_RL, BRANCHES)
 
     def plain_logprobs(self, tokens_L: Tensor) -> Tensor:
-        """Logprobs of `tokens_L` but the first, as the language model itself gives them for this
-        text alone: what `forward` must equal.
+        """Logprobs of `tokens_L` without the first token, computed by the language model's own code
+        for this text alone: `forward` must give the same.
         """
         given = {"use_cache": False} if takes(self.lm, "use_cache") else {}
         with own_attention(self.lm), as_written():
@@ -113,27 +117,28 @@ class PolicyModel(nn.Module):
         return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 
     def shards(self) -> Iterator[tuple[str, DTensor]]:
-        """(the language model's name, sharded parameter), tied ones once."""
+        """Yields (name in the language model, sharded parameter); a tied parameter once."""
         for name, parameter in self.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} is not sharded"
             yield name.removeprefix("lm."), parameter
 
     def trained(self) -> Iterator[tuple[str, DTensor]]:
-        """The entries of `shards` that have a gradient. Some families keep numbers as parameters
-        that have none (biases of experts); a model with an adapter has gradients in the adapter
-        alone."""
+        """The entries of `shards` that have a gradient. Some families have parameters without a
+        gradient (biases of experts); in a model with an adapter only the adapter has gradients.
+        """
         return ((name, parameter) for name, parameter in self.shards() if parameter.requires_grad)
 
     def kept_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are saved beside the parameters, and not trained: biases that balance
-        experts. Whole on every rank."""
+        """The buffers that are saved with the parameters but not trained (biases that balance
+        experts). Not sharded: every rank has all of them.
+        """
         parameters = dict(self.lm.named_parameters())
         return {name: tensor for name, tensor in tensors_of(self.lm).items() if name not in parameters}
 
 
 def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of dimension 0 that FSDP2 gives to a rank: equal chunks, the last ones shorter or
-    empty.
+    """The rows of dimension 0 that FSDP2 places on a rank, as (first, end): equal chunks, the last
+    ones shorter or empty.
     """
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
@@ -142,10 +147,10 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 def build_policy(
     gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
 ) -> PolicyModel:
-    """The sharded policy, each rank reading only its own rows: fp32 masters.
+    """Builds the sharded policy with fp32 master weights; each rank reads only its own rows.
 
-    `frozen`, and what has an adapter beside it, is held in the number type of the forward pass,
-    which gives the same bits. Faults of reading are common to all ranks.
+    A `frozen` model, and the base of an adapter, is kept in the dtype of the forward pass, which
+    gives the same bits. A fault while reading is raised on all ranks.
     """
     lm: Any = None
     read_rows: ReadRows | None = None
@@ -159,7 +164,8 @@ def build_policy(
         read_rows = weights(lm)
         if gang.team is not None:
             use_team(lm, gang.team)
-        if adapted is not None:  # the names of the files are those of the model without it
+        # after `read_rows`: the files have the names of the model without it
+        if adapted is not None:
             put_adapter(lm, adapted.settings)
         use_fast_linears(lm)
     assert read_rows is not None, "an error is raised"
@@ -186,21 +192,26 @@ def build_policy(
 
 
 def layers_of(lm: Any) -> list[nn.Module]:
-    """The layers that are gathered one by one; the rest is gathered for the whole of a step."""
+    """The layers that FSDP shards, and so gathers, one by one; all other parameters are gathered
+    together.
+    """
     layers = [module for module in lm.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-    # a family may name both
+    # a family may name a layer and a module inside it
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    tied = {id(lm.get_parameter(name)) for name in tied_names(lm)}  # they belong to the whole
+    # they are sharded with the whole model
+    tied = {id(lm.get_parameter(name)) for name in tied_names(lm)}
     return [layer for layer in layers if id(layer) not in inner and not tied.intersection(map(id, layer.parameters()))]
 
 
 def recompute(layer: nn.Module) -> None:
-    """Its activations are made again in the backward pass, of its input."""
+    """Turns on activation checkpointing: the backward pass recomputes the layer's activations from
+    its input.
+    """
     layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows) -> None:
-    """Reads this rank's rows of parameters, or of what is kept beside each, into `tensors`."""
+    """Reads this rank's rows of parameters, or of a moment of each, into `tensors`."""
     for (name, parameter), tensor in zip(parameters, tensors, strict=True):
         start, end = row_range(parameter.shape[0], gang.part, gang.parts)
         assert tensor.shape[0] == end - start, f"{name}: this rank has {tensor.shape[0]} rows, not {start} to {end}"
@@ -208,9 +219,10 @@ def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterabl
 
 
 def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
-    """Rows of a newly initialised model: the same for any number of ranks.
+    """Returns the function that gives rows of a newly initialised model: the same for any number of
+    ranks.
 
-    UserError for one that no memory holds.
+    UserError when the machine has too little memory for it.
     """
     here, needed = psutil.virtual_memory().total, 4 * sum(parameter.numel() for parameter in lm.parameters())
     if needed > here:
@@ -226,8 +238,8 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
 def load_policy(
     gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
 ) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
-    """The weights of a policy in the store, its config and its generation config; `frozen`: as
-    `build_policy` has it. `new`: the adapter that a whole policy gets.
+    """Loads a policy from the store; returns it, its config and its generation config. `frozen`:
+    see `build_policy`. `new`: the adapter to add to a policy without one.
     """
     adapted, weights = Adapted(new.settings, ref) if new else None, None
     rebuilt = _rebuilt(gang, ref)
@@ -253,20 +265,20 @@ def load_policy(
     )
     policy = build_policy(gang, config, weights, frozen, adapted)
     if rebuilt is not None:
-        # all ranks have read it; another one of this node may be first
+        # all ranks have read it; another rank of this node may delete it first
         shutil.rmtree(rebuilt, ignore_errors=True)
     return policy, config, generation_config
 
 
 def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
-    """On this node's disk, verified, the whole files of a policy that is stored as a difference;
-    None for one that is read from the store.
+    """The folder on this node's disk with the whole, verified files of a policy that is stored as a
+    delta; None for a policy that is stored whole.
     """
     folder: Path | None = None
     for is_turn in (
         os.environ.get("LOCAL_RANK", "0") == "0",
         True,
-    ):  # one rank of a node makes them, then the others see them
+    ):  # one rank of a node writes them, then the other ranks find them
         with gang.together():
             if is_turn and is_delta(gang.store, ref):
                 folder = materialise(gang.store, ref, gang.scratch("policies"))
@@ -274,8 +286,9 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
 
 
 def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
-    """Returns the function that reads the weights of a whole policy, from the store or from where
-    it was rebuilt. All ranks call `whole_weights`: together they hash the policy's files."""
+    """Returns the function that reads the weights of a whole policy, from the store or from the
+    folder `rebuilt`. A collective: the ranks share the hashing of the policy's files.
+    """
     files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
     if rebuilt is None:
         check_share(gang, ref.folder, files)
@@ -283,7 +296,8 @@ def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> 
     def rows(lm: Any) -> ReadRows:
         in_store = (stored_file(gang, ref.folder, file) for file in files)
         checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
-        if faults := checkpoint.faults():  # before memory is taken for the shapes of config.json
+        # before memory is allocated for the shapes of config.json
+        if faults := checkpoint.faults():
             raise StoreError(f"{ref.folder}: {'; '.join(faults[:3])}")
         return checkpoint.rows
 
@@ -291,8 +305,9 @@ def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> 
 
 
 def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
-    """Returns the function that reads the matrices of a stored adapter, fp32. All ranks call
-    `adapter_rows`, as they do `whole_weights`."""
+    """Returns the function that reads the matrices of a stored adapter, fp32. A collective, as
+    `whole_weights`.
+    """
     record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
     check_share(gang, ref.folder, [record])
     file = stored_file(gang, ref.folder, record)
@@ -308,8 +323,9 @@ def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
 
 
 def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
-    """Returns the function that reads the weights of a model with an adapter, whose own weights
-    come from `weights`."""
+    """Returns the function that reads the weights of a model with an adapter: those of the base by
+    `weights`, the adapter's by `of_adapter`.
+    """
 
     def rows(lm: Any) -> ReadRows:
         of_base = weights(lm)
@@ -319,14 +335,16 @@ def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
 
 
 def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
-    """Files whose blocks are not known are hashed whole, each by one rank: together the ranks read
-    them once for that.
+    """Hashes files without known blocks whole, each on one rank, so that all ranks together read
+    each file once. StoreError for a file that is not what its record says.
     """
     for file in files[gang.rank :: gang.size]:
         check_file(gang.store, folder, file)
 
 
 def stored_file(gang: Gang, folder: str, file: FileRecord, blocks: Blocks | None = None) -> TensorFile:
-    """A file of weights in the store, read in parts."""
+    """A file of weights in the store that is read in parts (range requests), each verified by
+    `blocks`.
+    """
     read = functools.partial(read_range, gang.store, folder, file, blocks)
     return ranged_file(gang.store.address(f"{folder}/{file.name}"), file.bytes, read)

@@ -1,9 +1,8 @@
-"""AdamW's moments away from the device while passes run (`trainer.offload = "optimizer"`).
+"""Keeps AdamW's moments off the device while passes run (`trainer.offload = "optimizer"`).
 
-For an update they come back part by part: the same bits.
+For an update they are copied back part by part, with the same bits.
 
-On a GPU they are in pinned memory of the host. A CPU has no other memory to go to: there they are
-in a file of the node's scratch.
+With a GPU they are in pinned host memory, on a CPU in a file in the node's scratch.
 """
 
 from __future__ import annotations
@@ -22,21 +21,24 @@ from rlpipe.config.operational import PART_BYTES, PARTS_HERE
 from rlpipe.trainer.gang import Gang
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ALIGNED = 128  # numbers: as torch's own memory of a GPU begins
-Event = torch.Event | None  # on a GPU, when a copy or a computation is done
+ALIGNED = 128  # in numbers; the alignment of torch's own allocations on a GPU
+Event = torch.Event | None  # the end of a copy or a computation on a GPU; None on a CPU
 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters whose moments come and go together: in `home` they lie one behind the other."""
+    """Parameters whose moments are copied together; in `home` they are stored one after the
+    other.
+    """
 
     shards: list[nn.Parameter]
     home: Tensor
 
 
 class AwayMoments:
-    """The moments kept off the device, and the update that fetches them. UserError, on all ranks,
-    where there is no room for them."""
+    """The moments off the device, and the update that fetches them. UserError, on all ranks, when
+    there is no room for them.
+    """
 
     def __init__(self, gang: Gang, shards: Sequence[nn.Parameter]) -> None:
         self._device = gang.device
@@ -60,18 +62,21 @@ class AwayMoments:
         self._come, self._go = _Way(gang.device), _Way(gang.device)
 
     def entries(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """The moments of every shard, where they are between updates."""
+        """The moments of every shard, in the memory that they have between updates."""
         return {shard: entry for part in self._parts for shard, entry in _entries(part, part.home).items()}
 
     @torch.no_grad()
     def update(self, optimizer: torch.optim.AdamW, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """The optimizer's step, part by part: it leaves alone what has no gradient.
+        """Does the optimizer's step part by part; the optimizer skips parameters without a
+        gradient.
 
-        On a GPU the next part comes while one is updated, and the one before goes.
+        On a GPU, while one part is updated, the next one is copied in and the one before is copied
+        out.
         """
         longest = max((part.home.numel() for part in self._parts), default=0)
         slots = [torch.empty(longest, device=self._device) for _ in range(min(PARTS_HERE, len(self._parts)))]
-        free: list[Event] = [self._come.mark() for _ in slots]  # from when on a part may come into a slot
+        # after this event the next part may be copied into the slot
+        free: list[Event] = [self._come.mark() for _ in slots]
         arrived: list[Event] = []
         for index, part in enumerate(self._parts):
             for following in self._parts[len(arrived) : index + PARTS_HERE]:
@@ -87,14 +92,17 @@ class AwayMoments:
             optimizer.zero_grad(set_to_none=True)
             free[index % PARTS_HERE] = self._go.copy(part.home, slot, self._go.mark())
             if self._file is not None:
-                self._file.madvise(mmap.MADV_DONTNEED)  # what was touched is the kernel's again
+                # lets the kernel free the pages that were touched
+                self._file.madvise(mmap.MADV_DONTNEED)
         for shard, entry in self.entries().items():
             optimizer.state[shard].update(entry)
-        self._go.finish()  # whoever reads them next is on the host
+        self._go.finish()  # the moments are read on the host next
 
 
 def parts_of(shards: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Neighbours whose moments are at most PART_BYTES together, or one alone that has more."""
+    """Groups neighbours whose moments are at most PART_BYTES together; a larger one is a part of
+    its own.
+    """
     parts: list[list[nn.Parameter]] = []
     taken = 0
     for shard in shards:
@@ -108,12 +116,12 @@ def parts_of(shards: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _room(shard: nn.Parameter) -> int:
-    """Numbers that its moments take in a part."""
+    """The numbers that a shard's moments take in a part, with alignment."""
     return len(MOMENTS) * (-(-shard.numel() // ALIGNED) * ALIGNED)
 
 
 def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """The moments of a part's shards as views of `flat`."""
+    """The moments of a part's shards, as views of `flat`."""
     entries: dict[nn.Parameter, dict[str, Tensor]] = {}
     start = 0
     for shard in part.shards:
@@ -127,34 +135,38 @@ def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
 
 
 def _mapped(gang: Gang, num_bytes: int) -> mmap.mmap:
-    """Zeros in a file of the node's scratch, which is gone with this process.
+    """Maps a file of zeros in the node's scratch; it is deleted when this process ends.
 
-    OSError when the disk has no room.
+    OSError when the disk is full.
     """
     with tempfile.TemporaryFile(dir=gang.scratch("moments")) as file:
-        # a file with holes would end this process when the disk is full
+        # not a sparse file: that would kill this process later, when the disk is full
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)
 
 
 class _Way:
-    """Copies to a device or from it: of a GPU in a stream of their own, else at once."""
+    """Copies in one direction, to a device or from it: on a GPU in a stream of its own, else
+    synchronous.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def mark(self) -> Event:
-        """All that was computed so far."""
+        """Records an event after all computations so far."""
         return torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
 
     def wait(self, event: Event) -> None:
-        """Makes all that is computed from here on wait for the event."""
+        """Makes all later computations wait for the event."""
         if self._stream is not None and event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def copy(self, to: Tensor, source: Tensor, after: Event) -> Event:
-        """Copies as many numbers as both have, after an event; returns that of its end."""
+        """Copies as many numbers as both have, after the event `after`; returns the event of its
+        end.
+        """
         count = min(to.numel(), source.numel())
         if self._stream is None:
             to[:count].copy_(source[:count])
@@ -166,6 +178,6 @@ class _Way:
         return self._stream.record_event()
 
     def finish(self) -> None:
-        """Waits for all of them."""
+        """Waits for all copies."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -1,6 +1,7 @@
-"""The HTTP side of each node of a gang: what was published there, for other nodes.
+"""The HTTP server of each trainer node, from which other nodes fetch the files that were published
+there.
 
-On the first node it is the gang's too (`server.py`).
+On the first node it also answers jobs (`server.py`).
 
 GET /files/KEY (bearer key).
 """
@@ -23,27 +24,32 @@ from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Fetches, Uploads
 
 http_log = logging.getLogger("rlpipe.trainer.http")
-CONNECTIONS_MAX = 1024  # a host that fetches weights has eight
-# for the head of a request, and again for its body; a connection without a request is closed
+CONNECTIONS_MAX = 1024  # a host that fetches weights opens eight
+# for the head of a request, and again for its body; an idle connection is closed
 REQUEST_S = 30.0
-# a stranger's body is read for so long, so that he reads the answer; closing
-# with more unread would reset it
+# the body of an unauthorized request is read for so long: closing a connection with unread data
+# would reset it before the client reads the answer
 REFUSED_S = 1.0
 BODY_BYTES_MAX = 4 * 1024 * 1024
 FILE_CHUNK = 1024 * 1024
 
 
 class Connections(web.Server):
-    """At most CONNECTIONS_MAX at a time; one more is closed unheard."""
+    """A server with at most CONNECTIONS_MAX connections; any further one is closed without an
+    answer.
+    """
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > CONNECTIONS_MAX:
-            asyncio.get_running_loop().call_soon(transport.abort)  # at once it would be lost before aiohttp knows of it
+            # not at once: aiohttp does not know the connection yet
+            asyncio.get_running_loop().call_soon(transport.abort)
 
 
 class NodeServer:
-    """Strangers cannot fill it: they get little time, memory and room."""
+    """The server of published files. Bounds the time, memory and connections of clients without the
+    key, so that they cannot exhaust it.
+    """
 
     def __init__(self, options: TrainerOptions, uploads: Uploads) -> None:
         self.uploads = uploads
@@ -53,15 +59,15 @@ class NodeServer:
         self.address = self._listener.getsockname()
 
     async def serve(self) -> None:
-        """Serves until it is cancelled; in a thread of a node's first rank with its own event loop,
-        because the main thread trains.
+        """Serves until it is cancelled; in a thread of the node's first rank with its own event
+        loop, as the main thread trains.
         """
         connections = Connections(
             self.answer,
             keepalive_timeout=REQUEST_S,
             lingering_time=REFUSED_S,
-            auto_decompress=False,  # a body would grow beyond its bound
-            access_log=None,  # polls would fill the log
+            auto_decompress=False,  # a compressed body would exceed its bound
+            access_log=None,  # the polls of waiting clients would fill the log
             logger=http_log,
         )
         server = await asyncio.get_running_loop().create_server(connections, sock=self._listener)
@@ -71,7 +77,7 @@ class NodeServer:
             await connections.shutdown(0)
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """To whoever it is."""
+        """Answers any request; those without the key are refused."""
         if not key_fits(request.headers.get("Authorization", ""), self._key):
             return _refused(401, "wrong or missing bearer key")
         if "Transfer-Encoding" in request.headers:
@@ -84,19 +90,19 @@ class NodeServer:
         return await self.answer_to(request, body)
 
     async def answer_to(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """To who has the key."""
+        """Answers a request that has the key."""
         if request.method in ("GET", "HEAD") and request.path.startswith(f"{FILES}/"):
             return self._file(request.path.removeprefix(f"{FILES}/"))
         return web.json_response({"error": f"no {request.path}"}, status=404)
 
     def _file(self, key: str) -> web.StreamResponse:
-        """A file that was published, or the part of it that is wanted: other nodes get policies so,
-        before the store has them.
+        """Answers with a published file, or the requested range of it: so other nodes get a policy
+        before the store has it.
         """
         path, disk = self.uploads.disk / key, self.uploads.disk.resolve()
         try:
             is_published = is_key(key) and path.resolve().is_relative_to(disk) and path.is_file()
-        except OSError:  # a name that is too long for a file
+        except OSError:  # the name is too long for a file
             is_published = False
         if not is_published:
             return web.json_response({"error": f"{key!r:.200} is not published here"}, status=404)
@@ -104,7 +110,7 @@ class NodeServer:
 
 
 class FetchedFile(web.FileResponse):
-    """A published file, or a part of it; while it is sent, uploads give way."""
+    """A published file, or a range of it; uploads wait while it is sent."""
 
     def __init__(self, path: Path, fetches: Fetches) -> None:
         super().__init__(path, chunk_size=FILE_CHUNK)
@@ -116,14 +122,14 @@ class FetchedFile(web.FileResponse):
 
 
 def _refused(status: int, error: str) -> web.Response:
-    """The last answer of a connection."""
+    """An error after which the connection is closed."""
     response = web.json_response({"error": error}, status=status)
     response.force_close()
     return response
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Bytes that are not HTTP are not logged: strangers would fill the log."""
+    """Drops log records about bytes that are not HTTP: any client could fill the log with them."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 

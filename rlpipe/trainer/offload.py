@@ -1,8 +1,8 @@
-"""Moves what the trainer processes hold off their device while engines have it
-(`engines.colocate`), and back again: the same tensors, to the bit.
+"""Moves the tensors of the trainer off its device while engines use it (`engines.colocate`), and
+back, unchanged to the bit.
 
-From a GPU it goes to pinned memory of the host. A CPU has no other memory to go to: there it goes
-to a file in the node's scratch, which is slow, and for tests.
+From a GPU they go to pinned host memory. On a CPU they go to a file in the node's scratch, which is
+slow, and for tests.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rlpipe.trainer.gang import Gang
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Memory that is away, and where: in `copies` on the host, or in the file at `path`, one piece
-    behind the other.
+    """Offloaded memory: in `copies` on the host, or in the file at `path`, one piece after the
+    other.
     """
 
     pieces: list[UntypedStorage]
-    sizes: list[int]  # bytes of each
+    sizes: list[int]  # bytes of each piece
     copies: list[Tensor]
     path: Path
-    checksums: list[int]  # of the pieces in the file
+    checksums: list[int]  # of each piece in the file
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings everything back.
+        """Restores all tensors.
 
-        Any fault is this rank's end, and the gang's: it is then rebuilt from the store.
+        A fault ends this rank, and so the trainer, which is then rebuilt from the store.
         """
         for piece, size in zip(self.pieces, self.sizes, strict=True):
             assert piece.nbytes() == 0, "somebody took memory of what is away"
@@ -50,15 +50,15 @@ class Offloaded:
         self.forget()
 
     def forget(self) -> None:
-        """Removes what was put on disk."""
+        """Deletes the file."""
         self.path.unlink(missing_ok=True)
 
 
 @torch.no_grad()
 def offload(gang: Gang, tensors: Iterable[Tensor]) -> Offloaded:
-    """Moves the memory behind `tensors` away.
+    """Moves the storages of `tensors` off the device and frees them there.
 
-    StoreError, on all ranks and with nothing moved, when the disk has no room.
+    StoreError, on all ranks and with nothing moved, when the disk is full.
     """
     pieces, path = storages_of(tensors), gang.scratch("offload") / f"rank-{gang.rank}"
     copies: list[Tensor] = []
@@ -82,7 +82,7 @@ def _view(piece: UntypedStorage) -> memoryview:
 
 
 def _write(path: Path, pieces: list[UntypedStorage]) -> list[int]:
-    """Writes the pieces to a file; the checksum of each."""
+    """Writes the pieces to a file; returns the checksum of each."""
     checksums = []
     with path.open("wb") as file:
         for piece in pieces:
@@ -93,7 +93,7 @@ def _write(path: Path, pieces: list[UntypedStorage]) -> list[int]:
 
 
 def _read(path: Path, pieces: list[UntypedStorage], checksums: list[int]) -> None:
-    """Fills the pieces with what was written."""
+    """Reads the pieces back from the file."""
     with path.open("rb") as file:
         for piece, checksum in zip(pieces, checksums, strict=True):
             view = _view(piece)

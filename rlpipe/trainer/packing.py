@@ -1,7 +1,7 @@
-"""Sequences to texts, texts to rows, rows to microbatches: pure and deterministic.
+"""Packs sequences into texts, texts into rows, and rows into microbatches. Pure and deterministic.
 
-A text is one sequence, or several of a group with their prompt once: each goes on from it, and sees
-none of the others. All ranks of a step share the number of microbatches.
+A text is one sequence, or several of a group that share their prompt: each continues it, and sees
+none of the others. All ranks have the same number of microbatches in a step.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 
-# With masks of L x L, which a CPU takes. At this length of a row its attention, which grows with
-# the square, costs as much as all else: between a model of 0.8M and one of 135M on a CPU
+# for L x L masks, which a CPU uses: the length of a row at which attention, which is quadratic,
+# costs as much as all else; measured on a CPU, between models of 0.8M and of 135M parameters
 ATTENTION_TOKENS = 512
-# of a text that shares a prompt: its mask in each layer is to stay small beside the activations
+# of a text with a shared prompt, so that its mask stays small beside the activations of each layer
 SHARED_TOKENS_MAX = 2048
-ROW_LENGTHS = (1, 2, 4)  # that are tried, in lengths of the longest text
-# that are tried for texts that share a prompt, in lengths of the longest sequence
+ROW_LENGTHS = (1, 2, 4)  # lengths of a row to try, as multiples of the longest text
+# lengths of a text with a shared prompt to try, as multiples of the longest sequence
 TEXT_LENGTHS = (1, 2, 4, 8)
-BRANCHES = 2048  # more than one text has sequences
+BRANCHES = 2048  # a text has fewer sequences
 
-Row = list[int]  # indices of texts, side by side
+Row = list[int]  # indices of the texts in it
 # the microbatches of one rank in one step. Example: [[[0, 5], [2]],
 # [[7]]]: two, the first of two rows
 RankPlan = list[list[Row]]
 
 
 class Rows(IntEnum):
-    """The ways to put sequences into rows; one that is allowed allows those before it."""
+    """The ways to put sequences into rows. A model that allows one also allows those before it."""
 
-    # for models whose layers carry a state along a row: what stands behind a sequence would see it
+    # one sequence per row; for models whose layers carry a state along a row, which would reach the
+    # next sequence
     SINGLE = 0
-    PACKED = 1  # side by side
-    SHARED = 2  # and a prompt once for several of its completions
+    PACKED = 1  # several sequences per row
+    SHARED = 2  # also a prompt once for several of its completions
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """Tokens, and which of them are trained.
+    """The tokens of a sequence, with a mask of those that are trained.
 
-    All ranks plan with its prompt and its counts; what is long may be pages of a file, which a rank
-    has in memory once it asks for `tokens`, `scored` or `rollout_logprobs`.
+    All ranks plan with its prompt and its counts. The long arrays may be memory-mapped: a rank
+    reads them only when it uses `tokens`, `scored` or `rollout_logprobs`.
     """
 
-    # tokens at its beginning, none of them scored, that others of its group have too
+    # the first tokens, none of them scored, which other sequences of the group share
     prompt: np.ndarray
-    completion: np.ndarray  # the tokens behind it
-    # of the completion; never 1 at the first token of all, which is predicted by nothing
+    completion: np.ndarray  # the tokens after the prompt
+    # of the completion; never 1 at the first token of the sequence, which nothing predicts
     loss_mask: np.ndarray
     logprobs: np.ndarray  # of the completion, recorded while sampling; empty for SFT
     num_scored: int
-    row: int = 0  # of the batch
+    row: int = 0  # its row in the batch
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +68,7 @@ class TrainSequence:
 
     @property
     def scored(self) -> np.ndarray:
-        """Positions of trained tokens, rising."""
+        """The positions of the trained tokens, ascending."""
         return np.flatnonzero(self.loss_mask) + len(self.prompt)
 
     @property
@@ -77,7 +78,9 @@ class TrainSequence:
 
 
 def sequence_of(tokens: np.ndarray, scored: np.ndarray, num_shared: int = 0) -> TrainSequence:
-    """A made sequence, without logprobs. Example: sequence_of([5, 9, 2], scored=[1, 2])."""
+    """A sequence of given tokens, without logprobs. Example: sequence_of([5, 9, 2], scored=[1,
+    2]).
+    """
     loss_mask = np.zeros(len(tokens), dtype=np.int8)
     loss_mask[scored] = 1
     return TrainSequence(
@@ -85,25 +88,26 @@ def sequence_of(tokens: np.ndarray, scored: np.ndarray, num_shared: int = 0) -> 
     )
 
 
-Text = list[TrainSequence]  # of several the prompts are equal
+Text = list[TrainSequence]  # several sequences have equal prompts
 
 
 def text_tokens(text: Text) -> int:
-    """Tokens of a text: the prompt once."""
+    """The number of tokens of a text; a shared prompt counts once."""
     return sum(sequence.num_tokens for sequence in text) - (len(text) - 1) * len(text[0].prompt)
 
 
 def text_pairs(text: Text) -> int:
-    """Pairs of a text's tokens, as if each saw all of its sequence; those of a shared prompt once.
+    """The number of pairs of a text's tokens, as if each token saw its whole sequence; pairs within
+    a shared prompt count once.
 
-    The causal half of them is what is seen.
+    Causal attention computes half of them.
     """
     return sum(sequence.num_tokens**2 for sequence in text) - (len(text) - 1) * len(text[0].prompt) ** 2
 
 
 def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]:
-    """Neighbours with the same prompt as one text, as many as are `tokens_max` together; what has
-    no prompt stays alone.
+    """Joins neighbours with the same prompt into texts of at most `tokens_max` tokens; a sequence
+    without a prompt is a text of its own.
     """
     texts: list[Text] = []
     prompt, room = np.zeros(0), 0
@@ -119,7 +123,7 @@ def share_prompts(sequences: list[TrainSequence], tokens_max: int) -> list[Text]
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """The texts of each rank: longest first, each to the rank with the fewest tokens so far."""
+    """Assigns texts to ranks: longest first, each to the rank with the fewest tokens so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -131,11 +135,11 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def pack_rows(indices: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:
-    """Best-fit decreasing: `indices` come longest first, each goes to the row with the least room
-    that is enough.
+    """Packs texts into rows by best-fit decreasing: `indices` are longest first, each goes to the
+    row with the least free room that is enough.
     """
     rows: list[Row] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), rising
+    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in indices:
         assert 0 < lengths[index] <= row_tokens, f"sequence {index} has {lengths[index]} tokens, a row {row_tokens}"
         fits = bisect.bisect_left(room, (lengths[index], -1))
@@ -154,13 +158,14 @@ def plan_texts(
     context_ranks: int = 1,
     flex_tokens: float | None = None,
 ) -> tuple[list[Text], list[RankPlan]]:
-    """The texts of a step and their plan: a prompt is shared by as many as costs least.
+    """Returns the texts of a step and each rank's plan, with the number of sequences per shared
+    prompt that costs least.
 
-    Shared by many it is computed once, but their row is long. With a mask of L x L attention within
-    it, though masked, costs as much as if all saw all. With flex_attention (`flex_tokens`: at this
-    length of a text its attention costs as much as all else) only what is seen costs: then rows and
-    texts are as long as a microbatch, and what is shared by too many keeps ranks from having the
-    same to do.
+    A prompt that more sequences share is computed fewer times, but its row is longer. With an L x L
+    mask, attention costs the full square of the row, masked pairs included. With flex_attention
+    (`flex_tokens`: the length of a text at which attention costs as much as all else) only visible
+    pairs cost: then rows and texts may be as long as a microbatch, but texts that are too long
+    spread the work unevenly over ranks.
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     longest_row = tokens_max * context_ranks
@@ -189,12 +194,14 @@ def plan_step(
     context_ranks: int = 1,
     attention: Sequence[float] | None = None,
 ) -> list[RankPlan]:
-    """The plan of every rank: rows of the length that costs least, in microbatches of rows that are
-    alike and at most `tokens_max` tokens a rank. `attention`: as `cost` has it.
+    """Returns the plan of every rank: rows of the length that costs least, in microbatches of
+    similar rows with at most `tokens_max` tokens per rank. `attention`: see `cost`.
 
-    `context_ranks` neighbours share each row, and have one plan. A rank with less to do gets
-    microbatches without rows, so that all run the same number. UserError when a sequence does not
-    fit.
+    UserError when a sequence does not fit.
+
+    Each context-parallel group of `context_ranks` neighbouring ranks shares its rows and has one
+    plan. A rank with less work gets microbatches without rows, so that all ranks run the same
+    number.
     """
     longest = max(lengths, default=1)
     if longest > tokens_max * context_ranks:
@@ -225,10 +232,10 @@ def plan_step(
 
 
 def cost(plans: list[RankPlan], lengths: Sequence[int], attention: Sequence[float] | None = None) -> float:
-    """The cost of a step for the rank that has most to do, in tokens of short rows.
+    """The cost of a step on the rank with the most work, in tokens of short rows.
 
-    `attention`: the cost of each text's attention, whatever row it is in; without it every token of
-    a row costs as if it saw all of the row.
+    `attention`: the cost of each text's attention, independent of its row; None: every token costs
+    as if it saw its whole row.
     """
 
     def of(plan: RankPlan) -> float:
@@ -241,8 +248,8 @@ def cost(plans: list[RankPlan], lengths: Sequence[int], attention: Sequence[floa
 
 
 def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> RankPlan:
-    """The rows, fullest first, as many at a time as hold `tokens_max` tokens: padded to the fullest
-    of its microbatch a row wastes little.
+    """Groups the rows, fullest first, into microbatches of at most `tokens_max` tokens, so that
+    little padding is needed.
     """
     plan: RankPlan = []
     room = 0
@@ -256,13 +263,13 @@ def microbatches(rows: list[Row], lengths: Sequence[int], tokens_max: int) -> Ra
 
 
 def fullest(rows: Sequence[Sequence[int]]) -> int:
-    """L: tokens of the fullest row, given the lengths of each row's sequences; 1 where there is
-    only padding.
+    """L, the number of tokens of the fullest row, given the lengths of each row's sequences; 1
+    without a row.
     """
     return max(map(sum, rows), default=1)
 
 
 def shapes(plans: list[RankPlan], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(token slots that are computed, padding included; L) of every microbatch."""
+    """Returns (token slots including padding, L) of every microbatch."""
     filled = [[[lengths[index] for index in row] for row in rows] for plan in plans for rows in plan]
     return [(max(len(rows), 1) * fullest(rows), fullest(rows)) for rows in filled]

@@ -1,5 +1,6 @@
-"""Writes the policy of the ranks as files: gathered tensor by tensor, each file by another rank, so
-that the GPUs copy side by side."""
+"""Writes the sharded policy as files. The ranks gather it tensor by tensor, and each file is
+written by another rank, so that all GPUs copy at the same time.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
 
-METADATA = {"format": "pt"}  # of a file of weights
-BUFFERS, BUFFER_BYTES = 2, 64 << 20  # of pinned memory, a rank
+METADATA = {"format": "pt"}  # of each file of weights
+BUFFERS, BUFFER_BYTES = 2, 64 << 20  # pinned memory per rank
 
 
 @dataclass(frozen=True)
 class Layout:
     """The files of a policy's weights.
 
-    `files`: their blocks, each the names of its tensors; `metadata`: of the index, empty of a
-    single file.
+    `files`: the blocks of each file, each as the names of its tensors; `metadata`: of the index,
+    empty for a single file.
     """
 
     files: dict[str, list[list[str]]]
@@ -41,7 +42,7 @@ class Layout:
 
 
 def layout_of(gang: Gang, resident: Resident) -> Layout:
-    """The file of each tensor of the resident policy; a block of layers is in one file."""
+    """Assigns each tensor of the resident policy to a file; a block of layers is in one file."""
     dtype, tensors = getattr(torch, gang.options.dtype), tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
     for name in tensors:
@@ -56,8 +57,9 @@ def layout_of(gang: Gang, resident: Resident) -> Layout:
 
 
 def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
-    """HF files: weights in the dtype of the forward pass, gathered tensor by tensor, config,
-    tokenizer; of an adapter its own files. Rank 0 gets records and metrics.
+    """Publishes the policy in HF format: weights in the dtype of the forward pass, config,
+    tokenizer; for an adapter only the adapter's files. Returns, on rank 0, the records of all
+    files, and metrics.
     """
     if resident.policy.adapted is not None:
         target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
@@ -71,7 +73,7 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
     files = [(file, [name for block in blocks for name in block]) for file, blocks in layout.files.items()]
     for first in range(
         0, len(files), gang.size
-    ):  # each rank has one file in memory at a time, each node its share of them
+    ):  # each rank has one file in memory at a time, and the nodes share the files
         at_once = {gang.by_node(turn): file for turn, file in enumerate(files[first : first + gang.size])}
         whole = _gathered(gang, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
         with gang.together():
@@ -93,8 +95,8 @@ def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> Jo
 
 
 def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """A parameter is saved in the number type of the forward pass; a buffer in its own, in which
-    the model uses it.
+    """The dtype in which a tensor is saved: for a parameter that of the forward pass, for a buffer
+    its own, with which the model computes.
     """
     return dtype if isinstance(tensor, DTensor) else tensor.dtype
 
@@ -107,12 +109,12 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _gathered(
     gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of this rank's file, whole, in main memory.
+    """Gathers the tensors of this rank's file, whole, in main memory. A collective.
 
-    `files`: the names in the file of each rank.
+    `files`: the names of the tensors in the file of each rank.
 
-    All ranks gather them, one of each file in turn: while a GPU copies its own, the others' are
-    gathered and copied.
+    The ranks gather one tensor of each file in turn: while a GPU copies its own tensor, those of
+    the other ranks are gathered and copied.
     """
     own: dict[str, Tensor] = {}
     with HostCopies(gang.device) as copies:
@@ -126,10 +128,10 @@ def _gathered(
 
 
 class HostCopies:
-    """Copies of tensors in main memory, through pinned memory and beside what the device does; all
-    are there when the block ends.
+    """Copies tensors to main memory through pinned memory, while the device computes; all copies
+    are complete when the block ends.
 
-    One is on its way at a time, and with it the tensor stays on the device.
+    One copy is in progress at a time, and its tensor stays on the device until it is complete.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,8 +153,8 @@ class HostCopies:
             self._last.result()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Contiguous; of a CPU's tensor itself, where that is: a one-rank gang gets views of the
-        live weights.
+        """Copies a tensor; the result is contiguous. Trap: a contiguous CPU tensor is returned
+        itself, so with one rank the result is a view of the live weights.
         """
         if self._on_cpu:
             return tensor.contiguous()

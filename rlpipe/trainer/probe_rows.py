@@ -1,5 +1,5 @@
-"""Texts that look random, and their logprobs: by the policy's forward pass of rows, and by the
-model's own of each alone.
+"""Pseudorandom texts, and their logprobs: by the policy's forward pass over rows, and by the
+model's own over each text alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rlpipe.trainer.batches import collate
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence, sequence_of, text_tokens
 
-LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed any window while it is tried
-ROOM = 8  # of padding
+LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed every attention window of the test
+ROOM = 8  # tokens of padding
 
 
 def settle(policy: PolicyModel, device: torch.device) -> None:
-    """A forward pass that comes to its end: without, FSDP would stay in the middle of the one that
-    failed.
+    """Runs a forward pass to its end, after one that failed: otherwise FSDP would stay in the
+    middle of that one.
     """
     policy.zero_grad(set_to_none=True)
     own_logprobs(policy, [sequence(LENGTHS[-1], policy.lm.config.get_text_config().vocab_size, 0)], device)
@@ -30,8 +30,9 @@ def settle(policy: PolicyModel, device: torch.device) -> None:
 
 @torch.no_grad()
 def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device: torch.device) -> list[Tensor]:
-    """Logprobs of every token but the first, on the host, by the model's own forward pass of each
-    sequence."""
+    """Logprobs of every token but the first, on the host, by the model's own forward pass over each
+    sequence.
+    """
     logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
     _reshard(policy)
     return logprobs
@@ -45,12 +46,13 @@ def row_logprobs(
     padding: int = 0,
     gradient: bool = False,
 ) -> list[Tensor]:
-    """Logprobs of the scored tokens, on the host, by the policy's forward pass of rows. `padding`:
-    the token that stands behind the sequences."""
+    """Logprobs of the scored tokens, on the host, by the policy's forward pass over rows.
+    `padding`: the token with which rows are padded.
+    """
     texts = [sequences] if rows is Rows.SHARED else [[sequence] for sequence in sequences]
     lengths = list(map(text_tokens, texts))
     planned = [[index] for index in range(len(texts))] if rows is Rows.SINGLE else [[*range(len(texts))]]
-    # rows of one sequence have no padding but behind the shorter ones: as they are trained
+    # as in training, rows of one sequence are padded only to the longest of them
     microbatch = collate(texts, planned, 0 if rows is Rows.SINGLE else ROOM)
     for tokens_L, row in zip(microbatch.tokens_RL, planned, strict=True):
         tokens_L[sum(lengths[index] for index in row) :] = padding
@@ -75,13 +77,13 @@ def _reshard(policy: PolicyModel) -> None:
 
 
 def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:
-    """A text as the completion of a prompt."""
+    """The text as the completion of a prompt."""
     tokens = np.concatenate([prompt, text.tokens])
     return sequence_of(tokens, np.arange(len(prompt), len(tokens)), num_shared=len(prompt))
 
 
 def sequence(length: int, vocab_size: int, salt: int) -> TrainSequence:
-    """Tokens that look random, the same everywhere."""
+    """A sequence of pseudorandom tokens, the same on every machine."""
     seed = length.to_bytes(1 + (length > 255), "big") + bytes([salt])
     digest = hashlib.shake_128(seed).digest(4 * length)
     tokens = np.frombuffer(digest, dtype="<u4").astype(np.int64) % vocab_size

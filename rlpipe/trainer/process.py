@@ -2,8 +2,8 @@
 services of the run on nodes of their own. Imports no torch.
 
 `GangService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer),
-`RegisteredGang` is all of it as the flow sees it. Node 0 says in its record where the nodes meet,
-anew at each start: trainer processes that lost a node start whole, or not at all.
+`RegisteredGang` is the flow's view of all nodes. Node 0 writes the meeting point into its record, a
+new one at each start: trainer processes that lost a node start again on all nodes, or not at all.
 """
 
 from __future__ import annotations
@@ -43,43 +43,44 @@ from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
-RESTARTS_MAX = 5  # of a service's gang
+RESTARTS_MAX = 5  # of the trainer processes of a service
 DYING_S = 60.0
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # whoever sets one chooses for himself
+# a user who sets one of them has made the choice
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 ANSWER_TIMEOUT_S = 5.0
 
 
 class TrainerOptions(BaseModel, frozen=True):
-    """One gang.
+    """The options of the trainer processes.
 
     Example: TrainerOptions(store="file:///data/store", run="a", host="127.0.0.1", port=8123,
     work_dir="/tmp/gang").
 
-    The bearer key is not among them: it is never on a command line.
+    The bearer key is not among them, as it must never be on a command line.
     """
 
     store: str
-    run: str  # into whose folder it writes
+    run: str  # the run into whose folder the trainer writes
     host: str
     port: int
     work_dir: str  # scratch on local disk, shared by the ranks of a node
     dtype: str = "float32"
     trainer: TrainerConfig = TrainerConfig()
-    # a rank that gives no sign of life for so long is lost, and the gang with it
+    # a rank without a heartbeat for so long counts as lost, which ends all ranks
     silent_s_max: float = 120.0
 
 
 def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") -> list[str]:
-    """The command of one node's part of a gang.
+    """The command that starts the trainer processes of one node.
 
-    Several nodes meet at node 0's rendezvous, host:port.
+    `rendezvous`: host:port on node 0, at which several nodes meet.
 
-    The launcher restarts nothing. Who started the gang starts it again, within one budget.
+    The launcher restarts nothing: its caller does, within one budget of restarts.
     """
     ranks, nodes = options.trainer.ranks, options.trainer.nodes
     assert 0 <= node < nodes, f"node {node} of {nodes}"
     launch = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
-    # the ranks of node 0 are the first ones, and rank 0 is the one that answers
+    # the ranks of node 0 are the first ones; rank 0 answers HTTP
     host, port = rendezvous.rsplit(":", 1) if nodes > 1 else (LOOPBACK[0], "0")
     launch += ["--node-rank", str(node), "--master-addr", host, "--master-port", port]
     return [
@@ -96,9 +97,10 @@ def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") 
 
 @dataclass(eq=False, repr=False)  # it holds a key
 class GangProcess:
-    """One node of a gang. Node 0 answers HTTP at `url`; the others do what it says.
+    """The trainer processes of one node, as child processes. Node 0 answers HTTP at `url`; the
+    other nodes take part in its jobs.
 
-    `rendezvous`: host:port where the nodes of a gang of several meet; not read when there is one.
+    `rendezvous`: host:port at which several nodes meet; not read for a single node.
     """
 
     config: PipelineConfig
@@ -111,9 +113,9 @@ class GangProcess:
     _service: Service | None = field(default=None, init=False)
 
     async def start(self) -> str:
-        """Starts it; returns `url` once node 0 answers.
+        """Starts the processes; returns `url` once node 0 answers.
 
-        TrainerError when it does not come up, UserError where this node cannot train.
+        TrainerError when they do not start, UserError where this node cannot train.
         """
         assert self._service is None, "the gang runs already"
         trainer, port = self.config.trainer, free_port()
@@ -139,7 +141,7 @@ class GangProcess:
         try:
             return await self._until_ready(self._service.start)
         except TrainerError:
-            # a retry starts anew: the port that was free may be somebody else's by now
+            # a retry needs a new port: another process may have taken this one
             await self.close()
             self._service = None
             raise
@@ -147,9 +149,8 @@ class GangProcess:
     def _environment(self) -> dict[str, str]:
         trainer = self.config.trainer
         environment = {KEY_VARIABLE: self.key, "OMP_NUM_THREADS": str(trainer.threads), "HF_HUB_OFFLINE": "1"}
-        if trainer.gpu_ids and not ALLOCATOR.intersection(
-            os.environ
-        ):  # rows of many lengths would leave memory in pieces of their sizes
+        # rows of many lengths would fragment the memory
+        if trainer.gpu_ids and not ALLOCATOR.intersection(os.environ):
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return environment | gpu_environment("trainer.gpu_ids", trainer.gpu_ids)
 
@@ -158,17 +159,19 @@ class GangProcess:
         return self._service is not None and self._service.alive()
 
     async def running(self) -> str:
-        """No other process has this one's child processes."""
+        """Returns an empty URL: no other process of the run uses the child processes of this
+        one.
+        """
         return ""
 
     async def bring_back(self) -> str:
-        """A dead rank ends its gang; it is started again here, within the budget.
+        """Restarts the trainer processes, which all end when one rank dies, within the budget.
 
-        One that neither ends nor answers is ended.
+        Processes that neither end nor answer are ended first.
         """
         service = self._service
         assert service is not None, "start comes first"
-        await asyncio.sleep(1.0)  # a dying launcher takes a moment to end
+        await asyncio.sleep(1.0)  # a launcher that ends takes a moment
         deadline = time.monotonic() + DYING_S
         while service.alive() and not await asyncio.to_thread(service.ready):
             if time.monotonic() > deadline:
@@ -177,15 +180,15 @@ class GangProcess:
         return await self._until_ready(service.ensure)
 
     async def close(self) -> None:
-        """Ends it, and removes what it had on this disk but its log: all of that can be made again
-        from the store.
+        """Ends the processes and deletes their files on this disk, which can be made again from the
+        store; keeps the log.
         """
         if self._service is not None:
             await asyncio.to_thread(self._service.stop)
             await asyncio.to_thread(shutil.rmtree, self.work_dir / "trainer", ignore_errors=True)
 
     async def _until_ready(self, start: Callable[[], object]) -> str:
-        """`url`, once the gang that `start` starts answers."""
+        """Calls `start`; returns `url` once the trainer answers."""
         assert self._service is not None
         try:
             start()
@@ -196,17 +199,17 @@ class GangProcess:
 
 
 class RegisteredGang:
-    """A gang whose nodes are services of the run; with `trainer.place = "deployment"` they are
-    started where they are missing.
+    """Trainer processes whose nodes are services of the run; with `trainer.place = "deployment"`
+    missing nodes are started.
     """
 
     def __init__(self, run: Run, start_service: StartService) -> None:
-        self.key = ""  # of the gang that was found last
+        self.key = ""  # the key of the trainer that was found last
         self._services = ServiceFinder(run, TRAINER, start_service)
 
     async def start(self) -> str:
-        """The URL of node 0, once it answers; TrainerError when nobody is to be waited for any
-        longer.
+        """Returns the URL of node 0, once it answers; TrainerError when there is no node left to
+        wait for.
         """
         peers = await self._services.find()
         record = next(peer.record for peer in peers if peer.record.name == node_name(0))
@@ -216,8 +219,8 @@ class RegisteredGang:
     bring_back = start
 
     async def running(self) -> str:
-        """The URL of node 0 of a gang that has joined, as soon as it answers; empty where there is
-        none, it begins, or it is lost.
+        """Returns the URL of node 0 of a trainer that has registered, once it answers; empty where
+        there is none, it is still starting, or it is lost.
         """
         while peers := [
             peer for peer in await self._services.current() if peer.record.name == node_name(0) and peer.record.url
@@ -239,14 +242,16 @@ GangPlace = GangProcess | RegisteredGang
 
 
 def gang_place(run: Run, work_dir: Path, start_service: StartService) -> GangPlace:
-    """The place that `trainer.place` names."""
+    """Returns the place that `trainer.place` names."""
     if run.config.trainer.place == "process":
         return GangProcess(run.config, work_dir, secrets.token_hex(16))
     return RegisteredGang(run, start_service)
 
 
 class GangService:
-    """One node's part, restarted when it ends, within RESTARTS_MAX."""
+    """The trainer processes of one node as a service: restarted when they end, RESTARTS_MAX times
+    at most.
+    """
 
     def __init__(self, store: Store, config: PipelineConfig, node: int, address: str) -> None:
         if node >= (nodes := config.trainer.nodes):
@@ -260,14 +265,16 @@ class GangService:
         self._address = address
         self._work_dir = self.registration.work_dir(config.scratch_folder)
         self._gang: GangProcess | None = None
-        self._ran_at = time.monotonic()  # when this node's part of the gang ran last
+        self._ran_at = time.monotonic()  # the time at which this node's trainer processes ran last
 
     async def work(self) -> Never:
-        """Starts the gang, again whenever it ended. TrainerError when it cannot be kept up."""
+        """Starts this node's trainer processes, again whenever they have ended. TrainerError after
+        RESTARTS_MAX restarts.
+        """
         met_at = ""
         for _start in range(RESTARTS_MAX + 1):
             met_at = await self._meeting_point(met_at)
-            key = self.registration.record.key  # another where the nodes meet anew
+            key = self.registration.record.key  # a new key for each new meeting point
             self._gang = gang = GangProcess(self._config, self._work_dir, key, self._address, self._node, met_at)
             try:
                 await self.registration.change(url=await gang.start(), rendezvous=met_at)
@@ -278,15 +285,15 @@ class GangService:
             finally:
                 self._ran_at = time.monotonic()
                 await gang.close()
-                self._gang = None  # its address may be another's now
+                self._gang = None  # another process may have its address now
             log.warning("the gang of node %d ended", self._node)
         raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
     async def idle_s(self) -> float:
-        """Seconds since the gang's last job; a gang that is only starting does not count them.
+        """Seconds since the trainer's last job; 0 while it is starting.
 
-        The nodes behind the first count from the end of their part of a gang: while it runs, node 0
-        counts.
+        A node other than the first counts from the end of its own trainer processes: while they
+        run, it is node 0 that counts.
         """
         if self._node > 0:
             return 0.0 if self._gang is not None and self._gang.alive else time.monotonic() - self._ran_at
@@ -296,7 +303,7 @@ class GangService:
             status, answer = await Peer(replace(self.registration.record, url=self._gang.url)).call("GET", "/status")
         except ConnectionError:
             return 0.0
-        # one that has lost a node says that, and ends
+        # a trainer that has lost a node answers with that, and ends
         return answer["idle_s"] if status == 200 else 0.0
 
     async def close(self) -> None:
@@ -304,20 +311,22 @@ class GangService:
             await self._gang.close()
 
     async def _meeting_point(self, before: str) -> str:
-        """The place where the nodes meet: a new one on node 0, which says so; the others wait for
-        one that they have not been to."""
+        """Returns the address at which the nodes meet. Node 0 chooses a new one and registers it;
+        the other nodes wait for one that is not `before`.
+        """
         if self._node == 0:
             met_at = f"{self._address}:{free_port()}"
             await self.registration.change(url="", rendezvous=met_at)
             return met_at
         while (met_at := await self._announced()) in ("", before):
             await asyncio.sleep(WATCH_S)
-        await self.registration.change(url="", rendezvous=met_at)  # and with it the key of what this node serves
+        # this also sets the key of what this node serves
+        await self.registration.change(url="", rendezvous=met_at)
         return met_at
 
     async def _announced(self) -> str:
-        """The meeting point in the record of node 0; empty when there is none, or it cannot be read
-        now.
+        """The meeting point in the record of node 0; empty when there is none, or the store cannot
+        be read now.
         """
         try:
             records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)

@@ -1,5 +1,6 @@
-"""Files that a save leaves on this node's disk, under their keys in the store, and their upload: in
-the background, while others use them already."""
+"""The files that a save publishes on this node's disk, by their keys in the store, and their upload
+in the background, while engines use them already.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ from rlpipe.store.transfer import PART_BYTES, FileContent
 from rlpipe.trainer.jobs import JobResult, SaveJob
 
 log = logging.getLogger(__name__)
-SMALL_FILES = 8  # of at most a part, that are sent at the same time
-TRIES = 6  # of an upload, to a disk that fails in passing; S3 is tried by each call
-WAIT_FIRST_S = 1.0  # before the second one, doubled each time
-BEGIN_S = 1.0  # after a save other nodes have begun to fetch it, if they do
-QUIET_S = 0.3  # between two fetches of one node
-GIVE_WAY_S = 120.0  # so long an upload leaves the cable to other nodes
+SMALL_FILES = 8  # files of at most one part that are sent at the same time
+TRIES = 6  # of an upload, for transient faults of a disk; calls to S3 have retries of their own
+WAIT_FIRST_S = 1.0  # before the second try; doubled each time
+BEGIN_S = 1.0  # within so long after a save other nodes begin to fetch it, if at all
+QUIET_S = 0.3  # between two fetches of a node
+GIVE_WAY_S = 120.0  # the longest time for which an upload waits for fetches by other nodes
 
 
 @dataclass(frozen=True)
 class Publication:
-    """The files of one save that one node made, by their keys in the store.
+    """The files of one save that one node wrote, by their keys in the store.
 
-    They lie below a folder of that node.
+    They are below the node's folder for published files.
 
-    Those `beside` a policy, of a state and of gaps, are deleted once the store has them: no engine
-    needs them.
+    `beside`: the files of the state and of the gaps, which are deleted once the store has them, as
+    no engine needs them.
     """
 
     attempt: str
@@ -56,19 +57,19 @@ def publication(job: SaveJob, result: JobResult, node: int = 0) -> Publication:
 
 
 def publish_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
-    """Writes a small file into the folder of an attempt."""
+    """Writes a small file into the folder of an attempt; returns its record."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(data)
     return FileRecord(f"{folder.name}/{name}", len(data), hashlib.sha256(data).hexdigest())
 
 
 def published_file(path: Path) -> FileRecord:
-    """The record of a file that lies in the folder of its attempt."""
+    """The record of a file in the folder of its attempt."""
     return FileRecord(f"{path.parent.name}/{path.name}", path.stat().st_size, file_sha256(path))
 
 
 def published_in_blocks(path: Path) -> tuple[FileRecord, Blocks]:
-    """As `published_file`; and the blocks by which parts of it are verified."""
+    """As `published_file`, with the hashes of blocks by which parts of the file are verified."""
     with ThreadPoolExecutor(1, "blocks") as beside:
         blocks = beside.submit(blocks_of, path)
         return published_file(path), blocks.result()
@@ -77,11 +78,11 @@ def published_in_blocks(path: Path) -> tuple[FileRecord, Blocks]:
 def upload(store: Store, disk: Path, publication: Publication) -> None:
     """Sends all files to the store.
 
-    OSError when it cannot be reached, StoreError when a file is not what its record says.
+    OSError when the store cannot be reached, StoreError when a file is not what its record says.
     """
 
     def send(key: str, record: FileRecord) -> None:
-        if not (disk / key).is_file():  # an earlier try has sent it
+        if not (disk / key).is_file():  # an earlier try has sent the file
             if not store.objects.exists(key) or store.size(key) != record.bytes:
                 raise StoreError(f"{disk / key} was deleted before it was in the store")
         elif store.put_file(key, disk / key) != FileContent(record.bytes, record.sha256):
@@ -100,11 +101,11 @@ def upload(store: Store, disk: Path, publication: Publication) -> None:
 
 
 class Fetches:
-    """The fetches of other nodes from this one now. Uploads give way to them: both take the network
-    of this node, and engines wait for their files.
+    """The fetches by other nodes from this node that are in progress. Uploads wait for them: both
+    use the network of this node, and engines wait for their files.
 
-    `begin_s`: seconds that other nodes may take after a save before they begin. `going`: the files,
-    or parts of them, that are being sent.
+    `begin_s`: seconds after a save within which other nodes begin to fetch. `going`: a token for
+    each file, or part of one, that is being sent.
     """
 
     def __init__(self, begin_s: float) -> None:
@@ -114,7 +115,7 @@ class Fetches:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """One of them, for as long as the body takes."""
+        """Counts one fetch as in progress within the body."""
         fetch = object()
         with self._changed:
             self.going.add(fetch)
@@ -127,8 +128,8 @@ class Fetches:
                 self._changed.notify_all()
 
     def give_way(self) -> None:
-        """Returns when other nodes have what they want of a save that was just published, after
-        GIVE_WAY_S at the latest.
+        """Waits until other nodes have fetched what they need of a save that was just published,
+        GIVE_WAY_S at most.
         """
         deadline, quiet_s = time.monotonic() + GIVE_WAY_S, self._begin_s
         with self._changed:
@@ -137,7 +138,7 @@ class Fetches:
                     log.warning(
                         "an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S
                     )
-                    # of a node that is gone nothing is heard for long: it holds up no other upload
+                    # the fetch of a lost node may end late: it must not delay further uploads
                     self.going.clear()
                     return
                 quiet_s = QUIET_S
@@ -146,10 +147,10 @@ class Fetches:
 class Uploads:
     """The uploads of a node, one after the other in a thread of its first rank.
 
-    The newest is known by its attempt.
+    The newest one is found by its attempt.
 
-    `on_sent`: is told how each ended; on a gang's first node it returns when all nodes have sent
-    theirs, or raises what went wrong there.
+    `on_sent`: called with the fault of each upload, or None. On the first node it returns when all
+    nodes have uploaded their files, or raises another node's fault.
     """
 
     def __init__(
@@ -174,26 +175,28 @@ class Uploads:
             self._newest = publication, self._thread.submit(self._tell, upload)
 
     def of(self, attempt: str) -> Future[None] | None:
-        """The upload of a save; None where this gang has not published it, or other files since."""
+        """The upload of a save; None where this trainer has not published it, or has published
+        another save since.
+        """
         with self._lock:
             publication, sending = self._newest or (None, None)
             return sending if publication is not None and publication.attempt == attempt else None
 
     @property
     def under_way(self) -> bool:
-        """True when something that was published is not in the store yet, and may come there."""
+        """True while an upload is in progress."""
         with self._lock:
             return self._newest is not None and not self._newest[1].done()
 
     def _tell(self, upload: Future[None]) -> None:
-        """Tells `on_sent` how an upload ended, and ends as it did."""
+        """Calls `on_sent` with the result of an upload, then raises the upload's fault, if any."""
         self._on_sent(upload.exception())
         upload.result()
 
     def _upload(self, publication: Publication) -> None:
-        """Sends until it succeeds, TRIES times at most; then the last OSError.
+        """Uploads, with TRIES tries at most; then raises the last OSError.
 
-        What was replaced by another save is not tried again.
+        There is no further try once another save has replaced this one.
         """
         for left in reversed(range(TRIES)):
             try:

@@ -39,23 +39,24 @@ from rlpipe.trainer.step import (
     summary,
 )
 
-# sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl come aggregated
+# sums over tokens, divided by the step's num_tokens; loss, policy_loss and kl are aggregated
+# already
 TOKEN_SUMS = (
     "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
     "importance_clipped_fraction", "onpolicy_abs", "reference_abs",
 )  # fmt: skip
-# what is 0 before any update, and means nothing after
+# these are 0 before the first update, and mean nothing after it
 FIRST_STEP = ("onpolicy_abs", "reference_abs")
 STEP_METRICS = ("loss", "policy_loss", "kl", "grad_norm", *(name for name in TOKEN_SUMS if name not in FIRST_STEP))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen policy of the KL, and how sequences may be put into its rows: it may be of another
-    family than the policy.
+    """The frozen policy of the KL term. `rows`: the ways to put sequences into rows that it allows;
+    it may be of another family than the policy.
 
-    `adapter`: the policy in training is it, with these values of its adapter (zeros: the adapter is
-    off); empty for a model of its own.
+    `adapter`: values of the adapter with which the policy in training is the reference (zeros: the
+    adapter is off); empty where the reference is a model of its own.
     """
 
     policy: PolicyModel
@@ -67,7 +68,8 @@ class Reference:
 class StepsTaken:
     """The steps of an iteration.
 
-    `batches`: of all, without their microbatches; `metrics`: of those that had something to train.
+    `batches`: of all steps, without their microbatches; `metrics`: of the steps that had a token to
+    train.
     """
 
     batches: list[StepBatch]
@@ -78,15 +80,16 @@ class StepsTaken:
 def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
     """Runs the steps of an iteration.
 
-    Means over them, zeros without one, and `first_step`: what must be 0 before any update.
+    Returns the means of their metrics (zeros without a step), and `first_step`: the metrics that
+    must be 0 before the first update.
 
     StepRefused names the data folder and the step.
 
-    proximal_logprobs are those of the weights that the iteration started from, in the very
-    microbatches that are then trained: the first step is on-policy to the bit. They are computed
-    for all steps before the first. Of an only step they are those of its own forward pass.
-    Advantages are of the whole batch. With `proximal = "engine"` they are what was recorded while
-    sampling, and no pass is made; UserError where that is not known.
+    proximal_logprobs are computed with the weights that the iteration started from, in the same
+    microbatches that are then trained: so the first step is on policy to the bit. They are computed
+    for all steps before the first step; with one step, its own forward pass gives them. With
+    `proximal = "engine"` they are the logprobs recorded while sampling, without a pass; UserError
+    where a token has none. Advantages are computed over the whole batch.
     """
     settings = job.settings
     rollouts = gang.in_turn(lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps, folder))
@@ -100,7 +103,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
         planned = [as_recorded(batch) for batch in planned]
     batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
     before = resident.policy if computed else None
-    ahead = computed or reference is not None  # there is a pass before the steps
+    ahead = computed or reference is not None  # a forward pass precedes the steps
     progress, total = 0, (1 + ahead) * sum(len(batch.microbatches) for batch in batches.values())
     for index, batch in batches.items():
         others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
@@ -123,7 +126,7 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
 
 
 def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
-    """UserError, the same on every rank, where nobody recorded the logprob of a token to train.
+    """Raises UserError, the same on every rank, when a token to train has no recorded logprob.
 
     A collective.
     """
@@ -139,7 +142,7 @@ def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
 
 
 def as_recorded(batch: StepBatch) -> StepBatch:
-    """The batch with proximal_logprobs that are those recorded while sampling."""
+    """The batch with the logprobs recorded while sampling as proximal_logprobs."""
     microbatches = [
         replace(microbatch, proximal_logprobs_BT=microbatch.rollout_logprobs_BT) for microbatch in batch.microbatches
     ]
@@ -148,17 +151,20 @@ def as_recorded(batch: StepBatch) -> StepBatch:
 
 @contextlib.contextmanager
 def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
-    """In the body the policy has these weights, as many as it has shards."""
+    """Within the body the policy has the weights `others`, one tensor per shard; its own are
+    restored afterwards.
+    """
     resident.exchange(others)
     yield
-    resident.exchange(others)  # after a fault nothing stays resident
+    resident.exchange(others)  # not after a fault: then nothing stays resident
 
 
 def metrics_of(
     gang: Gang, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
 ) -> JsonDict:
-    """The metrics of the steps that were taken. `passes`: forward passes of a step, by policy: the
-    one that is trained, then the reference."""
+    """The metrics of the steps that were taken. `passes`: (model, its number of forward passes per
+    step), of the policy, then of the reference where there is one.
+    """
     steps, batches, train_s = taken.metrics, taken.batches, taken.train_s
     first = {
         name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")
@@ -166,9 +172,9 @@ def metrics_of(
     beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
     beside["train/peak_memory_gib"] = gang.peak_memory_gib()
     beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
-    if settings.proximal == "engine":  # later steps have moved the policy
+    if settings.proximal == "engine":  # in later steps the policy has changed
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
-    # to no reference, or of no step, there is none
+    # there is no KL without a reference, or without a step
     names = [name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)]
     return summary(steps, names, batches) | resident.policy.experts.metrics(gang.sum) | beside
 
@@ -180,8 +186,8 @@ def with_frozen(
     temperature: float,
     reference_weights: contextlib.AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """The batch with proximal_logprobs where there is a policy, and with reference_logprobs where
-    there is a reference, which has its weights within a body.
+    """The batch with proximal_logprobs if `policy` is given, and reference_logprobs if `reference`
+    is. `reference_weights`: a context within which the reference has its weights.
     """
     frozen: dict[str, list[Tensor]] = {}
     if policy:
@@ -197,7 +203,7 @@ def with_frozen(
 
 
 def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> list[np.ndarray]:
-    """Advantages of the scored tokens of every row of the batch: the same on every rank."""
+    """The advantages of the scored tokens of every row of the batch: the same on every rank."""
     return row_advantages(
         rollouts.rewards_B,
         rollouts.group_index_B,
@@ -211,7 +217,7 @@ def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings
 
 
 def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBatch:
-    """The batch with the advantage of each token, fp32."""
+    """The batch with the advantage of each scored token, fp32."""
 
     def of(microbatch: Microbatch) -> Tensor:
         own = [advantages_B[row] for row in microbatch.rows] or [np.zeros(1)]  # padding has one position
@@ -223,7 +229,9 @@ def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBat
 
 
 def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
-    """KL of the starting policy to the reference at the N scored tokens."""
+    """The KL of the policy that the iteration started from to the reference, at the N scored
+    tokens.
+    """
 
     def of(microbatch: Microbatch) -> Tensor:
         proximal_BT, reference_BT = microbatch.proximal_logprobs_BT, microbatch.reference_logprobs_BT
@@ -235,8 +243,8 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
 
 
 def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:
-    """Returns the function for what a microbatch of this step adds to the loss: sums divided by
-    counts of the whole step, on all ranks. The function also adds to `gaps`.
+    """Returns the function that computes a microbatch's part of the loss: sums divided by the
+    counts of the whole step over all ranks. The function also adds to `gaps`.
 
     `moved`: the policy has been updated since the iteration started.
     """
@@ -256,10 +264,11 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         assert advantages_BT is not None, "advantages come first"
         given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
-        # of the weights that the iteration started from, unless they have moved
+        # by the weights that the iteration started from; with by_engine, in later steps by the
+        # updated ones
         start_BT = own_BT if by_engine else proximal_BT
-        # those that nobody recorded: their tokens are trained as if the policy before
-        # the first step had sampled them
+        # a token without a recorded logprob is trained as if the policy before the first step had
+        # sampled it
         recorded_BT = microbatch.rollout_logprobs_BT != UNRECORDED
         rollout_BT = torch.where(recorded_BT, microbatch.rollout_logprobs_BT, proximal_BT)
         gaps.add(microbatch, start_BT, recorded_BT & (not (by_engine and moved)))

@@ -1,5 +1,6 @@
-"""Publishes the files of a policy: whole, or as differences to the policy before, whose files stay
-on this node for that."""
+"""Publishes the files of a policy: whole, or as a delta to the policy before, whose files are kept
+on this node for that.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files that a rank wrote of a policy: as they are stored, as whole files, and by tensor
-    the file that has it."""
+    """The files of a policy that one rank wrote: as they are stored, as whole files, and the file
+    of each tensor.
+    """
 
     stored: list[FileRecord]
     files: list[DeltaFile]
@@ -42,12 +44,12 @@ WRITTEN: TypeAdapter[list[WrittenFiles]] = TypeAdapter(list[WrittenFiles])
 
 
 class PolicyWriter:
-    """Publishes the files of one policy, each on the node of the rank that has it.
+    """Publishes the files of one policy, each on the node of the rank that wrote it.
 
-    The caller makes whole files of weights in the folder `whole`, which the ranks of a node share.
+    The caller writes whole files of weights into the folder `whole`, which the ranks of a node
+    share.
 
-    A file is stored as its difference where the job names a base, and the base has a file of that
-    name and size.
+    A file is stored as a delta where the job names a base that has a file of that name and size.
     """
 
     def __init__(self, gang: Gang, job: SaveJob, folder: str) -> None:
@@ -58,16 +60,16 @@ class PolicyWriter:
         self._stored: list[FileRecord] = []
         self._files: list[DeltaFile] = []
         self._index: dict[str, str] = {}
-        self.made_on: dict[str, int] = {}  # the node of each file that is not on the first one
+        self.made_on: dict[str, int] = {}  # the node of each file that is not on the first node
 
     @cached_property
     def _base(self) -> dict[str, FileRecord]:
-        """The whole files of the base by name; none without a base."""
+        """The whole files of the base by name; empty without a base."""
         return whole_files(self._gang.store, self._job.base) if self._job.base else {}
 
     def weights(self, path: Path, tensors: Iterable[str], width: int) -> None:
-        """Publishes one file of `whole`, which has these tensors, most of whose numbers have
-        `width` bytes, and deletes it where no later policy needs it.
+        """Publishes the file `path` of the folder `whole`, and deletes it where no later policy
+        needs it. `tensors`: the names of its tensors; `width`: bytes per number of most of them.
         """
         base, size = self._base.get(path.name), path.stat().st_size
         self._index |= dict.fromkeys(tensors, path.name)
@@ -80,7 +82,9 @@ class PolicyWriter:
             path.unlink()
 
     def together(self) -> dict[str, str]:
-        """Tells all ranks what each wrote; returns the file of each tensor. A collective."""
+        """Gathers on all ranks what each one wrote; returns the file of each tensor. A
+        collective.
+        """
         written = WRITTEN.validate_python(
             self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
         )
@@ -93,11 +97,11 @@ class PolicyWriter:
         return {name: file for part in written for name, file in part.index.items()}
 
     def documents(self, documents: dict[str, bytes]) -> JobResult:
-        """Publishes the small files, and where there are differences what is stored of each file;
-        the records of all files, and metrics.
+        """Publishes the small files and, where a file is stored as a delta, the list of how each
+        file is stored. Returns the records of all files, and metrics.
         """
         frames = [frame for file in self._files for frame in file.frames]
-        # for the small files alone no policy is bound to another
+        # a policy does not depend on another one for its small files alone
         base = self._base if frames else {}
         for name, data in documents.items():
             digest = hashlib.sha256(data).hexdigest()
@@ -117,7 +121,7 @@ class PolicyWriter:
         return JobResult(metrics, policy=self._stored, made_on=self.made_on)
 
     def weights_alone(self) -> JobResult:
-        """The result for a rank that does not publish the small files: of the weights alone."""
+        """The result of a rank that publishes no small files: the records of the weights."""
         return JobResult(policy=self._stored, made_on=self.made_on)
 
     def _add(self, record: FileRecord) -> None:
@@ -137,8 +141,9 @@ class PolicyWriter:
         self._stored.append(published_file(target))
 
     def _base_folders(self, base: FileRecord, scratch: Path) -> Iterator[Path]:
-        """Yields folders in which the base's file is: the one kept since it was saved, then one
-        filled out of the store."""
+        """Yields folders that hold the base's file: the one kept since it was saved, then one
+        rebuilt from the store.
+        """
         kept = self._kept(self._base.values()) / base.plain_name
         if kept.is_file() and kept.stat().st_size == base.bytes:
             yield kept.parent
@@ -146,14 +151,15 @@ class PolicyWriter:
         yield materialise(self._gang.store, self._job.base, scratch)
 
     def _kept(self, files: Iterable[FileRecord | DeltaFile]) -> Path:
-        """The folder of this node in which the weights of a policy with these files are kept; it is
-        named by what it holds."""
+        """The folder of this node in which the weights of a policy with these files are kept; its
+        name is the hash of its content.
+        """
         weights = [[file.name.rpartition("/")[2], file.sha256] for file in files if file.name.endswith(WEIGHTS)]
         return self._gang.scratch("kept") / sha256_of(sorted(weights))
 
     def keep(self) -> None:
-        """Keeps the files of this policy that this node has for the next one, in place of those of
-        the one before. Once a node, at the end.
+        """Keeps this node's files of this policy for the next policy, and deletes those of the
+        policy before. To be called once per node, at the end.
         """
         for folder in self._gang.scratch("kept").iterdir():
             shutil.rmtree(folder)

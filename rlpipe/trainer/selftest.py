@@ -1,5 +1,6 @@
-"""Tests that the policy's forward pass gives what the language model itself gives for each text
-alone: at every load, on the weights."""
+"""Tests at every load, with the loaded weights, that the policy's forward pass gives the same as
+the language model's own for each text alone.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +25,30 @@ from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
 
 log = logging.getLogger(__name__)
-LONG = (200, 150, 40, 9)  # of more than one block of flex_attention
-PROMPT = 11  # that they share
+LONG = (200, 150, 40, 9)  # lengths of more than one block of flex_attention
+PROMPT = 11  # tokens of the shared prompt
 assert min(LENGTHS[1], PROMPT) > WINDOW_TESTED
-# arithmetic in another order stays below: far for one text computed in two shapes, near for one
-# shape with other tokens elsewhere in it, which changes nothing but how many tokens an expert has
+# rounding by another order of arithmetic stays below these: FAR for one text computed in two
+# shapes, NEAR for one shape with other tokens elsewhere in it, which changes only the number of
+# tokens per expert
 FAR = {"float32": 1e-4, "bfloat16": 0.3}
-FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES what single rows differ by
-# of the whole gradient's norm: a wrong one is about as far as it is long
+FAR_PACKED = {"float32": 1e-5, "bfloat16": 0.3}  # or TIMES the difference of single rows
+# relative to the gradient's norm; for a wrong gradient the distance is about 1
 FAR_GRADIENT = {"float32": 1e-3, "bfloat16": 0.2}
 NEAR = {"float32": 1e-5, "bfloat16": 0.02}
 EXACT, TIMES = 1e-6, 4.0
-FLEX_DEVICES = ("cuda",)  # on a CPU it has no kernel for the backward pass
+FLEX_DEVICES = ("cuda",)  # on a CPU flex_attention has no kernel for the backward pass
 FUSED_DEVICES = ("cuda",)
 FIRST_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Mean |difference| of the logprobs of tokens.
+    """The mean absolute differences of the logprobs of tokens.
 
-    `single`, `packed`, `shared`: to the model's own forward pass of each text alone. `ahead`: of
-    single rows, when what comes later changes; `aside`, `leak`, `branch_leak`: of single, packed
-    and shared rows, when the other sequences change.
+    `single`, `packed`, `shared`: between such rows and the model's own forward pass over each text
+    alone. `ahead`: of single rows, when later tokens change; `aside`, `leak`, `branch_leak`: of
+    single, packed and shared rows, when the other sequences change.
     """
 
     single: float
@@ -54,7 +56,7 @@ class Proof:
     ahead: float
     aside: float
     leak: float
-    shared: float = math.inf  # of a model that takes no mask of ours
+    shared: float = math.inf  # infinite for a model that takes no mask of ours
     branch_leak: float = math.inf
 
     @property
@@ -62,9 +64,10 @@ class Proof:
         return all(map(math.isfinite, (self.single, self.packed, self.ahead, self.aside, self.leak)))
 
     def rows(self, family: str, dtype: str) -> Rows:
-        """Packed rows and shared prompts where they change nothing, else a row for each sequence.
+        """The most efficient rows that change no logprob: with shared prompts, packed, or one
+        sequence per row.
 
-        UserError naming the family when that is wrong too.
+        UserError naming the family when even single rows are wrong.
         """
         if not self.is_finite:
             raise UserError(
@@ -85,11 +88,11 @@ class Proof:
 
 
 def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
-    """The way to put sequences into rows, tried on the weights: all ranks try, and agree. UserError
-    as `Proof.rows`.
+    """Tests with the loaded weights which rows this model allows; the same on all ranks. UserError
+    as `Proof.rows`. A collective.
 
-    On GPUs flex_attention is tried first; without it, and without a mask of L x L, each sequence
-    has a row.
+    On GPUs flex_attention is tried first; without it each sequence has a row of its own, which
+    needs no L x L mask.
     """
     if gang.device.type in FLEX_DEVICES and (rows := flex_rows(gang, policy)) is not None:
         return rows
@@ -107,15 +110,15 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
     far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
     if not far <= FAR_GRADIENT[gang.options.dtype]:
         raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(gang)}")
-    # packed rows take a mask of L x L, which keeps a GPU from its fast kernels; on a CPU padding
+    # packed rows take an L x L mask, with which a GPU cannot use its fast kernels; on a CPU padding
     # costs more than the mask
     return Rows.SINGLE if gang.device.type == "cuda" else rows
 
 
 def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
-    """The same with flex_attention, which the policy keeps; None, and it keeps its own attention,
-    where that is not what its own code computes. On GPUs its norms, rotary positions and MLPs are
-    kernels, too, unless that is what is wrong.
+    """As `proven_rows`, with flex_attention, which the policy then uses. None, and the policy uses
+    its own attention, where flex_attention gives other results. On GPUs norms, rotary embeddings
+    and MLPs are fused kernels, too, unless these give other results.
     """
     lm, faults = policy.lm, list[str]()
     for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
@@ -123,12 +126,13 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
         try:
             rows, fault = _tried_flex(gang, policy)
         except UserError:
-            leave_fused(lm)  # the load ends, the process and its other models of this family go on
+            # the load fails, but the process goes on, with other models of this family
+            leave_fused(lm)
             raise
         if not fault:
             how = "flex_attention, norms and MLPs by kernels" if uses_fused(lm) else "flex_attention"
             log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
-            for own in faults:  # of the kernels alone
+            for own in faults:  # faults of the fused kernels alone
                 gang.warn(
                     f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower"
                     f" ({own})"
@@ -145,8 +149,9 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
 
 
 def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
-    """With flex_attention from here on, how sequences may be put
-    into rows; and why it will not do."""
+    """Switches to flex_attention; returns the rows that it allows, and the reason why it cannot be
+    used (empty if it can).
+    """
     lm, rows, fault, first = policy.lm, Rows.SINGLE, "", list[TrainSequence]()
     try:
         if own := other_windows(lm.config):
@@ -172,13 +177,16 @@ def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
 
 
 def _first_tokens(lm: Any) -> int:
-    """The tokens of the text over which both passes go first, as many in all runs: the kernels that
-    torch makes for all lengths depend on this number, and with them the bits."""
+    """The length, in tokens, of the first text of both passes, the same in all runs: torch compiles
+    kernels for all lengths from it, so the bits depend on it.
+    """
     return min(FIRST_TOKENS, getattr(lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
 
 
 def _alone(gang: Gang) -> str:
-    """The advice for a fault where ranks share rows: `trainer.context_ranks = 1`. Else empty."""
+    """The advice for a fault with context parallelism: `trainer.context_ranks = 1`; empty without
+    it.
+    """
     count = gang.context_ranks
     return f" where {count} ranks share each row; use trainer.context_ranks = 1" if count > 1 else ""
 
@@ -196,13 +204,15 @@ def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
             f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(gang)}"
         ) from error
     of_ranks = gang.gather(own)
-    # a nan of any rank stays
+    # np.max keeps the nan of any rank
     return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})
 
 
 def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
-    """|gradient by the attention in use - gradient by the model's own attention of whole rows| /
-    |the latter|, of such rows, which have several blocks; 0 for a policy that is not trained."""
+    """Returns the largest `|g - h| / |h|` over `kinds` of rows: g is the gradient by the attention
+    in use, h that by the model's own attention over single rows. The rows have several blocks. 0
+    for a policy that is not trained.
+    """
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts = [sequence(length, vocab_size, 0) for length in LONG]
     if not any(parameter.requires_grad for parameter in policy.parameters()):
@@ -223,14 +233,16 @@ def _square(parts: list[Tensor]) -> Tensor:
 
 
 def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
-    """This rank's rows of the gradients of the mean logprob; zeros where it does not reach."""
-    # FSDP takes the mean over ranks, and each of a team has a part of the gradient
+    """This rank's rows of the gradients of the mean logprob; zeros for parameters that it does not
+    depend on.
+    """
+    # FSDP takes the mean over ranks, and each rank of a context-parallel group has a part of the
+    # gradient
     parts = policy.team.ranks if policy.team and uses_team(policy.lm) else 1
     try:
         (torch.cat(row_logprobs(policy, texts, rows, gang.device, gradient=True)).mean() * parts).backward()
-    except (
-        MODEL_FAULTS
-    ) as error:  # nothing goes on from here: FSDP would add what is left of this pass to the next gradient
+    except MODEL_FAULTS as error:
+        # no further pass may follow: FSDP would add the rest of this one to the next gradient
         raise UserError(
             f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(gang)}"
         ) from error
@@ -241,8 +253,8 @@ def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows
 
 
 def prove(policy: PolicyModel, device: torch.device) -> Proof:
-    """Runs the sequences alone, one a row, packed, and as completions of one prompt; and with other
-    tokens where they must not matter.
+    """Runs the sequences alone, one per row, packed, and as completions of one prompt; and again
+    with other tokens at places that must not matter.
     """
     vocab_size = policy.lm.config.get_text_config().vocab_size
     texts, others = ([sequence(length, vocab_size, salt) for length in LENGTHS] for salt in (0, 1))
@@ -255,8 +267,8 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
         single, aside = tried(policy, texts, others, Rows.SINGLE, device)
         packed, leak = tried(policy, texts, others, Rows.PACKED, device)
         changed = row_logprobs(policy, later, Rows.SINGLE, device, padding=vocab_size // 2)
-        # on a GPU rows hold one sequence, but with flex_attention; and layers that count places in
-        # a row, not positions, would not show in short texts
+        # on a GPU without flex_attention rows hold one sequence anyway; and short texts would not
+        # show a layer that counts places in a row instead of positions
         shareable = (device.type == "cpu" or uses_flex(policy.lm)) and not other_windows(policy.lm.config)
         shared, branch_leak = _prove_shared(policy, texts, others, device) if shareable else (math.inf, math.inf)
     return Proof(
@@ -273,8 +285,8 @@ def prove(policy: PolicyModel, device: torch.device) -> Proof:
 def _prove_shared(
     policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], device: torch.device
 ) -> tuple[float, float]:
-    """`shared` and `branch_leak` of the sequences behind one prompt; infinite where the model does
-    not take the mask.
+    """Returns `shared` and `branch_leak` of the sequences as completions of one prompt; infinite
+    where the model does not take the mask.
     """
     prompt = sequence(PROMPT, policy.lm.config.get_text_config().vocab_size, 2).tokens
     texts, others = [behind(prompt, text) for text in texts], [behind(prompt, text) for text in others]
@@ -291,8 +303,8 @@ def _prove_shared(
 def tried(
     policy: PolicyModel, texts: list[TrainSequence], others: list[TrainSequence], rows: Rows, device: torch.device
 ) -> tuple[list[Tensor], float]:
-    """The logprobs of sequences in such rows, and the largest mean |difference| of one's when every
-    other one becomes another.
+    """Returns the logprobs of the sequences in such rows, and the largest mean absolute difference
+    of a sequence's logprobs when every second sequence is replaced.
     """
     given = row_logprobs(policy, texts, rows, device)
     halves = [

@@ -1,8 +1,8 @@
-"""Sends the resident policy from the ranks to engines: gathered bucket by bucket, broadcast by rank
-0 to a group that it makes with them for this one policy.
+"""Sends the resident policy from the ranks to engines: the ranks gather it bucket by bucket, and
+rank 0 broadcasts each bucket in a process group that it makes with the engines for this one policy.
 
-What was sent is hashed as the files that hold it, so that the policy has one name, however it
-travelled.
+What was sent is hashed as the files that the policy is saved in, so that a policy has the same
+hashes whether engines got it from memory or from files.
 """
 
 from __future__ import annotations
@@ -36,31 +36,35 @@ from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of, saved_a
 from rlpipe.trainer.step import Resident
 
 Made = TypeVar("Made")
-BUCKET_BYTES = 256 << 20  # of a bucket, or one block of layers
+# at most so much per bucket; a larger block of layers is a bucket of its own
+BUCKET_BYTES = 256 << 20
 STALL_S = 60.0  # for all receivers to join, and for a bucket to reach them
-ABORT_S = 15.0  # for a call to end whose group was aborted
-HASHERS = 4  # files that a rank hashes at a time
+ABORT_S = 15.0  # for a call to end after its group was aborted
+HASHERS = 4  # files that a rank hashes at the same time
 
 
 class Sending:
-    """Sends policies to engines. Rank 0 is in the group with engines; every rank gathers, and
-    hashes its files of what was sent."""
+    """Sends policies to engines. Only rank 0 is in the group with engines; all ranks gather the
+    tensors, and each hashes the files that it would write.
+    """
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
-        self._position = ""  # of the policy that was offered last
-        self._meetings: dict[str, TCPStore] = {}  # where the groups meet that it was offered to
+        self._position = ""  # the position of the policy that was offered last
+        self._meetings: dict[str, TCPStore] = {}  # by group, the store at which the group meets
 
     def offer(self, resident: Resident, job: OfferJob) -> JobResult:
-        """The tensors that `send` will send, and the address where the group meets: of these
-        trainer processes alone, open until another policy is offered."""
+        """Returns the names, dtypes and shapes of the tensors that `send` will send, and the
+        address at which the group meets. The address belongs to these trainer processes alone, and
+        is open until another policy is offered.
+        """
         offer: Offer | None = None
         with self._gang.together():
             if self._gang.rank == 0:
                 host = self._gang.options.host
                 listener = socket.create_server((host, 0))
                 port, wait = listener.getsockname()[1], timedelta(seconds=STALL_S)
-                # torch's own socket would listen at every address of the machine
+                # a socket of torch's own would listen on every interface of the machine
                 store = TCPStore(
                     host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
                 )
@@ -72,9 +76,9 @@ class Sending:
         return JobResult(offer=offer)
 
     def send(self, resident: Resident, job: SendJob) -> JobResult:
-        """Sends the policy; rank 0 gets the records of the files that hold what was sent.
+        """Sends the policy; returns the records of the files that it would be saved in.
 
-        StoreError, on all ranks, when it did not reach every receiver.
+        StoreError, on all ranks, when a receiver did not get it.
         """
         gang, lm, dtype = self._gang, resident.policy.lm, getattr(torch, self._gang.options.dtype)
         tensors, group = tensors_of(lm), None
@@ -94,7 +98,7 @@ class Sending:
                         with gang.together():
                             if group is not None:
                                 group.broadcast([*sent.values()])
-                        # who writes that file when it is saved
+                        # this rank writes the file when the policy is saved
                         if gang.by_node(index) == gang.rank:
                             own |= {name: copies.copy(tensor) for name, tensor in sent.items()}
                 if own:
@@ -109,24 +113,24 @@ class Sending:
 
 
 class ReceiverGroup:
-    """The group of rank 0 and what receives, for one policy.
+    """The process group of rank 0 and the receivers, for one policy.
 
-    Every call has a deadline; OSError when a receiver is gone, or late.
+    Every call has a deadline; OSError when a receiver is lost or late.
 
-    torch's calls are made in a thread: one of NCCL that waits for a receiver which died does not
-    end by itself.
+    torch's calls are made in a thread: an NCCL call that waits for a dead receiver does not end by
+    itself.
     """
 
     def __init__(self, store: TCPStore, job: SendJob, device: torch.device) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "sending")
         self._group: dist.ProcessGroup | None = None
-        # NCCL's own deadline ends the process: it comes after this one
+        # NCCL's own timeout ends the process, so it must be later than ours
         timeout = timedelta(seconds=STALL_S if job.backend == "gloo" else 10 * STALL_S)
 
         def join() -> dist.ProcessGroup:
             size, backend, name = 1 + job.receivers, Backend(job.backend), cast("Any", job.group)
-            met = PrefixStore(job.group, store)  # as SGLang's side has it
+            met = PrefixStore(job.group, store)  # as SGLang does on its side
             made, _ = _new_process_group_helper(size, 0, [], backend, met, group_name=name, timeout=timeout)
             assert isinstance(made, dist.ProcessGroup), "rank 0 is in the group"
             _world.pg_group_ranks[made] = {rank: rank for rank in range(size)}
@@ -138,7 +142,7 @@ class ReceiverGroup:
             undo.pop_all()
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Sends them one after the other; returns when they have left."""
+        """Sends the tensors one after the other; returns when all are sent."""
 
         def send() -> None:
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
@@ -151,7 +155,9 @@ class ReceiverGroup:
         self._within(send)
 
     def close(self) -> None:
-        """Leaves the group; receivers that still wait for something are told by its connections."""
+        """Leaves the group. Its connections are closed, so receivers that still wait get an
+        error.
+        """
         assert self._group is not None, "torch would end all groups"
         with contextlib.suppress(OSError):
             self._within(partial(dist.destroy_process_group, self._group))
@@ -161,9 +167,10 @@ class ReceiverGroup:
     def _within(self, act: Callable[[], Made]) -> Made:
         doing = self._thread.submit(act)
         try:
-            return doing.result(STALL_S + 1)  # gloo's own comes first, and says more
+            # gloo's own timeout is earlier, and its error says more
+            return doing.result(STALL_S + 1)
         except TimeoutError:
-            if self._group is not None:  # torch would abort all groups
+            if self._group is not None:  # given None, torch would abort all groups
                 with contextlib.suppress(RuntimeError, ValueError):
                     _abort_process_group(self._group)
         except (RuntimeError, ValueError) as error:
@@ -171,24 +178,24 @@ class ReceiverGroup:
             raise OSError(f"a receiver of weights was lost: {error!s:.300}") from error
         try:
             error = doing.exception(ABORT_S)
-        except (
-            TimeoutError
-        ):  # this process cannot be trusted any more: it ends, and the gang is made anew from the store
+        except TimeoutError:
+            # the state of this process is unknown: it ends; the trainer is rebuilt from the store
             raise RuntimeError(f"a group with engines hangs, {STALL_S:g} s and its abort are over") from None
         _forget_frames(error)
         raise OSError(f"a receiver of weights was late by {STALL_S:g} s")
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Frees the local variables in the frames of an error. They hold gloo's connections: receivers
-    would wait until they are collected, and hear of nothing before."""
+    """Frees the local variables in the frames of an error. They hold gloo's connections; receivers
+    would wait until these are garbage collected.
+    """
     if error is not None:
         traceback.clear_frames(error.__traceback__)
 
 
 def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
-    """For each file of the policy the buckets that it is sent in: names of the module's tensors,
-    whole blocks.
+    """Yields each file of the policy with its buckets: names of the module's tensors; a block of
+    layers is never split.
     """
     tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, gang.options.dtype)
     for file, blocks in layout_of(gang, resident).files.items():
@@ -204,7 +211,7 @@ def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]
 
 
 def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket:
-    """The names, dtypes and shapes of what is sent of these tensors of the module."""
+    """The names, dtypes and shapes of the tensors that are sent for these tensors of the module."""
     lm, dtype = resident.policy.lm, getattr(torch, gang.options.dtype)
     tensors = tensors_of(lm)
     empty = {
@@ -216,8 +223,8 @@ def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket
 
 
 def file_of(name: str, tensors: dict[str, Tensor]) -> FileRecord:
-    """The record of the file that has these tensors of main memory, without the file: as
-    safetensors would write it, which orders them its way.
+    """The record (size and sha256) of the file that safetensors would write with these host
+    tensors, computed without writing it. Trap: safetensors orders tensors in its own way.
     """
     head = save({key: tensor.new_empty(0) for key, tensor in tensors.items()}, METADATA)
     header, size = json.loads(head[LENGTH_BYTES:]), 0

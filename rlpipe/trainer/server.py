@@ -1,6 +1,6 @@
-"""The trainer process: one rank of a gang.
+"""One trainer process, that is, one rank.
 
-All ranks do the jobs; rank 0 also answers HTTP, in a thread of its own.
+All ranks do each job; rank 0 also answers HTTP, in a thread of its own.
 
 GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON,
 bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
@@ -47,16 +47,18 @@ from rlpipe.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 WAIT_S = 20.0
-TICK_S = 5.0  # idle ranks meet this often: none waits for another as long as the collective timeout
+# idle ranks run a collective this often, so that none waits for as long as its timeout
+TICK_S = 5.0
 STATUS_OF = {UserError: 400, StoreError: 500, StepRefused: 422}
-DELIVERY_S = 2.0  # for the last answer
+DELIVERY_S = 2.0  # to send the last answer
 
 
 def serve_jobs(trainer: Trainer, board: Board | None) -> None:
-    """Works until the process is ended.
+    """Does jobs until the process ends.
 
-    Only rank 0 has the board. A fault that is not common to all ranks ends the process, and the
-    launcher the gang: who started it starts it again, empty.
+    Only rank 0 has the board. A fault that is not raised on all ranks ends the process, and the
+    launcher then ends the other ranks. Whoever started the trainer starts it again, with nothing
+    resident.
     """
     gang = trainer.gang
     assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
@@ -86,7 +88,7 @@ def _outcome(trainer: Trainer, job: GangJob) -> tuple[int, dict[str, object]]:
 
 
 class GangServer(NodeServer):
-    """The HTTP side of a gang of `ranks`, on its first node: JSON in, JSON out."""
+    """The HTTP server of a trainer with `ranks` ranks, on its first node: JSON in, JSON out."""
 
     def __init__(self, options: TrainerOptions, board: Board, ranks: int, uploads: Uploads) -> None:
         super().__init__(options, uploads)
@@ -125,9 +127,9 @@ class GangServer(NodeServer):
         return web.json_response(answer, status=status)
 
     async def _await_upload(self, body: bytes) -> web.Response:
-        """Answers when what a save published is in the store.
+        """Answers when the upload of a save is complete.
 
-        Not resident: this gang has nothing of it.
+        "not resident" where this trainer has not published that save.
         """
         try:
             sending = self.uploads.of(attempt_of(body))
@@ -136,7 +138,8 @@ class GangServer(NodeServer):
         if sending is None:
             return web.json_response({"error": "not resident", "position": self.board.position}, status=409)
         waiting = asyncio.wrap_future(sending)
-        waiting.add_done_callback(asyncio.Future.exception)  # whoever asks is told, and asks here
+        # marks the exception as retrieved: it is answered below
+        waiting.add_done_callback(asyncio.Future.exception)
         await asyncio.wait({waiting}, timeout=WAIT_S)
         if not sending.done():
             return web.json_response({"progress": {"done": 0, "total": 0}}, status=202)
@@ -147,7 +150,7 @@ class GangServer(NodeServer):
 
 
 def main(argument: str) -> None:
-    """Joins the gang and serves until the parent ends."""
+    """Joins the process group and serves until the parent ends."""
     die_with_parent()
     with working():
         _work(argument)
@@ -160,7 +163,7 @@ def _work(argument: str) -> None:
     meeting = come_to_meet()
     gang = join_gang(options)
     board = Board() if gang.rank == 0 else None
-    # of a gang that only this machine reaches, engines link what was published
+    # engines on this machine link published files and fetch none
     begin_s = 0.0 if options.host in LOOPBACK else BEGIN_S
     uploads = Uploads(gang.store, gang.published, begin_s, Sent(gang) if gang.leads_node and gang.nodes > 1 else None)
     pulse = Pulse(gang, meeting, partial(end, board))
@@ -182,16 +185,16 @@ def _work(argument: str) -> None:
 
 
 def clear_scratch(options: TrainerOptions) -> None:
-    """Removes what a killed gang left on this node; before the ranks meet, so that none uses it
-    yet.
+    """Deletes the files that killed trainer processes left on this node; before the ranks meet, so
+    that none uses the folder yet.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         shutil.rmtree(options.work_dir, ignore_errors=True)
 
 
 def end(board: Board | None, why: str) -> NoReturn:
-    """Ends this process, and the launcher with it the gang; rank 0 says first why, to who waits for
-    a job.
+    """Ends this process; the launcher then ends the other ranks. Rank 0 first answers waiting
+    requests with the reason.
     """
     log.error("the gang ends: %s", why)
     if board is not None:

@@ -1,5 +1,5 @@
-"""A segment of SFT steps: the same gang, packing and step as RL, with the cross-entropy of the
-masked tokens.
+"""A segment of SFT steps: the same trainer processes, packing and step as RL, with the
+cross-entropy of the tokens in the loss mask.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train_sft(gang: Gang, resident: Resident, job: SftJob) -> JobResult:
         if batch.num_tokens:
             how = StepSettings(settings, step, 1.0, f"{data.folder} step {step}", entropy_trained=False)
             steps.append(optimizer_step(gang, resident, batch, partial(_cross_entropy, batch.num_tokens), how))
-        batches.append(replace(batch, microbatches=[]))  # its counts
+        batches.append(replace(batch, microbatches=[]))  # only its counts are needed
         gang.report(len(batches), settings.num_steps)
     train_s = time.monotonic() - started
     beside = {"losses": [sums["loss"] for sums in steps], "train_s": train_s}
@@ -58,8 +58,8 @@ def _cross_entropy(
 
 
 def _validation(gang: Gang, resident: Resident, data: ArtifactRef, batch_size: int) -> Metrics:
-    """The mean cross-entropy of the masked tokens of `validation.parquet`, where the data has one;
-    nothing is updated.
+    """The mean cross-entropy of the tokens in the loss mask of `validation.parquet`, if the data
+    has one. Makes no update.
     """
     sequences = gang.in_turn(lambda folder: read_conversations(gang.store, data, "validation.parquet", folder))
     if not sequences:

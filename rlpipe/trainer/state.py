@@ -1,7 +1,7 @@
-"""Saves the resident policy and its optimizer to the store and loads them, on any number of ranks.
+"""Saves the resident policy and its optimizer to the store, and loads them on any number of ranks.
 
-The policy is in HF format. The state is one safetensors a rank, with its rows of every tensor, and
-`state.json`.
+The policy is in HF format. The state is `state.json` and one safetensors file per rank, with its
+rows of every tensor.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ STATE_SCHEMA = 1
 
 
 def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
-    """Makes resident what a job names. Returns it, and the differences of these trainer processes
-    from those that saved it; empty when there are none."""
+    """Loads the position that a job names. Returns it, and as text the differences between these
+    trainer processes and those that saved it; empty without any.
+    """
     if job.new is not None:
         config = hf_config(job.new.config)
         policy = build_policy(gang, config, functools.partial(new_weights, config, job.new.seed))
@@ -76,7 +77,7 @@ def state_file(rank: int, size: int) -> str:
 
 
 class StateTensor(TypedDict):
-    """A tensor of a state: its shape, and the rows [start, end) that each part has."""
+    """A tensor of a state: its shape, and the rows [start, end) in the file of each part."""
 
     shape: list[int]
     rows: list[tuple[int, int]]
@@ -85,8 +86,9 @@ class StateTensor(TypedDict):
 class StateDocument(TypedDict):
     """The content of `state.json`.
 
-    `made_by`: the fingerprint of who saved it; `adapted`: of an adapter's state; `blocks`: with
-    which each part's file is checked (older documents have none).
+    `made_by`: the fingerprint of the trainer processes that saved it; `adapted`: only for an
+    adapter's state; `blocks`: the hashes by which each part's file is verified (older documents
+    have none).
     """
 
     schema_version: int
@@ -101,9 +103,9 @@ class StateDocument(TypedDict):
 
 
 class StoredState:
-    """A state in the store, of however many ranks.
+    """A state in the store, saved by any number of ranks.
 
-    Each rank that restores it reads its own rows, and checks what it read.
+    Each rank that restores it reads only its own rows, and verifies what it read.
     """
 
     def __init__(self, gang: Gang, ref: ArtifactRef) -> None:
@@ -121,11 +123,11 @@ class StoredState:
         size = self.record["world_size"]
         self._files = [files[state_file(rank, size)] for rank in range(size)]
         self._blocks = [Blocks(**blocks) for blocks in self.record.get("blocks", [])]
-        if not self._blocks:  # of an older version
+        if not self._blocks:  # saved by an older version
             check_share(gang, ref.folder, self._files)
 
     def _file(self, rank: int) -> TensorFile:
-        """The file of one rank that saved, opened when it is first needed."""
+        """The file that rank `rank` saved, opened when it is first needed."""
         if rank not in self._open:
             blocks = self._blocks[rank] if self._blocks else None
             self._open[rank] = stored_file(self._gang, self._folder, self._files[rank], blocks)
@@ -133,27 +135,29 @@ class StoredState:
 
     @property
     def adapted(self) -> Adapted | None:
-        """The adapter that the state is of; None where it is of a whole model."""
+        """The settings and base of the adapter whose state it is; None for the state of a whole
+        model.
+        """
         return ADAPTED.validate_python(self.record["adapted"]) if "adapted" in self.record else None
 
     def weights(self, lm: Any) -> ReadRows:
-        """Reads the weights of `lm`; StoreError when they are another model's, before memory is
-        taken for them.
+        """Returns the function that reads the weights of `lm`. StoreError when the state is of
+        another model, before memory is allocated for it.
         """
         for name, tensor in tensors_of(lm).items():
             self._tensor(name, [*tensor.shape])
         return self.rows("param")
 
     def _tensor(self, name: str, shape: list[int]) -> StateTensor:
-        """The entry of a tensor in the state; StoreError when there is none of this shape."""
+        """The state's entry of a tensor. StoreError when it has none of this name and shape."""
         tensor = self.record["tensors"].get(name)
         if tensor is None or tensor["shape"] != shape:
             raise StoreError(f"{self._folder}/state.json has no tensor {name} of shape {shape}")
         return tensor
 
     def rows(self, kind: str) -> ReadRows:
-        """Reads rows of one kind of tensor (`param` or a moment) out of the files of the ranks that
-        have them.
+        """Returns the function that reads rows of one kind of tensor (`param` or a moment) from the
+        files of the ranks that saved them.
         """
 
         def read_rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
@@ -193,25 +197,28 @@ def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> str:
-    """The differences of two fingerprints, as text. A name that an older version did not save
-    counts as equal."""
+    """The differences of two fingerprints, as text. A name that is missing in `before` (saved by an
+    older version) counts as equal.
+    """
     return ", ".join(
         f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
     )
 
 
 def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
-    """Publishes the policy, the state and the gaps, in place of what was published before.
+    """Publishes the policy, the state and the gaps on this node's disk, and deletes the files that
+    were published before.
 
-    Rank 0 gets the records of all files; the lists are empty where nothing was wanted.
+    Returns, on rank 0, the records of all files; a list is empty where the job has no folder for
+    it.
 
-    Each node has the files that its ranks wrote; uploads and manifests are the caller's. `probe`: a
-    text and the logprobs (temperature 1) of its last tokens, as an engine with these weights must
-    give them.
+    Each node has the files that its ranks wrote; the caller uploads them and writes manifests.
+    `probe`: a text, and the logprobs (temperature 1) of its last tokens that an engine with these
+    weights must give.
     """
     with gang.together():
         if gang.leads_node:
-            # an upload for a flow that is gone may delete its files too
+            # ignore_errors: an upload that goes on for a dead flow may delete its files, too
             shutil.rmtree(gang.published, ignore_errors=True)
             shutil.rmtree(gang.scratch("saving"))
     saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
@@ -226,21 +233,20 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
 
 
 def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
-    """Logprobs of the last PROBE_TOKENS tokens. Every rank computes the same row: the forward pass
-    of sharded weights is a collective."""
+    """Logprobs of the last PROBE_TOKENS tokens. A collective: every rank computes the same row."""
     scored = np.arange(max(1, len(tokens) - PROBE_TOKENS), len(tokens))
     microbatch = collate([[sequence_of(np.array(tokens), scored)]], [[0]]).to(gang.device)
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
 def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tuple[list[FileRecord], dict[str, int]]:
-    """Every rank of the first copy of the model writes its own rows of weights and moments.
+    """Writes this rank's rows of weights and moments, on the ranks of the first copy of the model.
 
-    Their records, with that of `state.json` on rank 0, and the node of each file that is not on the
-    first one.
+    Returns the records of all files, on rank 0 with that of `state.json`, and the node of each file
+    that is not on the first node.
 
-    `state.json` holds what is needed to read the ranks' files on another number of ranks, and to
-    check what was read.
+    `state.json` has what another number of ranks needs to read these files and to verify what it
+    read.
     """
     first_copy = gang.rank < gang.parts
     path = gang.published / folder / attempt / state_file(gang.part, gang.parts)
@@ -263,9 +269,9 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tup
 
 
 def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
-    """This rank's rows of everything that is kept, by kind and name.
+    """This rank's rows of all tensors of the state, by kind and name.
 
-    The base of an adapter is in the store already.
+    Of a model with an adapter only the adapter's: the base is in the store already.
     """
     policy, whole = resident.policy, resident.policy.adapted is None
     shards = policy.shards() if whole else policy.trained()

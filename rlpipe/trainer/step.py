@@ -1,5 +1,5 @@
-"""The resident policy with its optimizer, and one optimizer step of it: forward and backward of all
-microbatches, one reduction, clip, update, or a refusal that all ranks share.
+"""The resident policy with its optimizer, and one optimizer step: forward and backward of all
+microbatches, one reduction, gradient clipping, then the update, or a refusal on all ranks.
 
 Legend: B sequences of a microbatch, T their scored tokens.
 """
@@ -33,13 +33,13 @@ LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's microbatches of one step, with the counts of the whole step: the denominators of
-    its loss.
+    """This rank's microbatches of one step, and the counts over the whole step, which are the
+    denominators of its loss.
     """
 
     microbatches: list[Microbatch]
-    num_tokens: int  # scored ones, all ranks
-    num_sequences: int  # with a scored token, all ranks
+    num_tokens: int  # scored tokens of all ranks
+    num_sequences: int  # sequences with a scored token, of all ranks
     tokens: int
     slots: int
     work: Work
@@ -52,8 +52,8 @@ class Resident:
     `shards` are this rank's rows of every parameter that is trained: what the optimizer updates, in
     place.
 
-    `rows`: how its sequences may be put into them. `away`: what has the moments while passes run,
-    where the device has not.
+    `rows`: the ways to put sequences into rows that this model allows. `away`: the moments, where
+    they are off the device while passes run.
     """
 
     policy: PolicyModel
@@ -64,14 +64,14 @@ class Resident:
     rows: Rows
     away: AwayMoments | None
     gaps: list[TokenGaps] | None = (
-        None  # of the iteration that was trained last, in host memory of rank 0; none after a load
+        None  # of the iteration that was trained last, on the host of rank 0; None after a load
     )
 
     @torch.no_grad()
     def exchange(self, others: list[Tensor]) -> None:
-        """The weights that are trained and these change places; done twice, nothing has changed.
+        """Swaps the trained weights with `others`, in place; a second call restores them.
 
-        Outside of a forward pass only.
+        Not to be called within a forward pass.
         """
         assert len(others) == len(self.shards), "no weights were kept"
         for shard, kept in zip(self.shards.values(), others, strict=True):
@@ -80,8 +80,8 @@ class Resident:
             kept.copy_(here)
 
     def gradients(self) -> list[Tensor]:
-        """This rank's rows of every gradient, in the order of `shards`; zeros where the loss does
-        not reach (a tower for images).
+        """This rank's rows of every gradient, in the order of `shards`; zeros for a parameter that
+        the loss does not depend on (an image tower).
         """
         return [
             (
@@ -93,7 +93,7 @@ class Resident:
         ]
 
     def apply(self, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
-        """One AdamW update with these gradients, which are then forgotten."""
+        """Does one AdamW update with these gradients, then frees them."""
         for (name, parameter), shard in zip(self.policy.trained(), self.shards.values(), strict=True):
             assert parameter.to_local().data_ptr() == shard.data_ptr(), (
                 f"{name}: the optimizer holds other memory than FSDP"
@@ -110,7 +110,7 @@ class Resident:
         self.policy.zero_grad(set_to_none=True)
 
     def held(self) -> Iterator[Tensor]:
-        """The tensors that the optimizer keeps in the device's memory."""
+        """The tensors of the optimizer that are in device memory."""
         for entry in self.optimizer.state.values():
             yield from (tensor for name, tensor in entry.items() if self.away is None or name not in MOMENTS)
 
@@ -122,8 +122,8 @@ class Resident:
 def make_resident(
     gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows
 ) -> Resident:
-    """A policy with a fresh optimizer (AdamW step 0), whose moments are where `trainer.offload`
-    says.
+    """Returns the policy with a fresh optimizer (AdamW, step 0), whose moments are on the device or
+    off it, by `trainer.offload`.
     """
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
@@ -138,18 +138,19 @@ def make_resident(
 @dataclass(frozen=True)
 class StepSettings:
     optimizer: OptimizerConfig
-    step: int  # the global index: what the learning rate depends on
+    step: int  # the global index, from which the learning rate is computed
     temperature: float
-    address: str  # of the data, for the refusal. Example: "runs/a/rl/00003/batch step 2"
-    entropy_trained: bool = True  # the loss has the entropy in it
+    # of the data, for the text of StepRefused. Example: "runs/a/rl/00003/batch step 2"
+    address: str
+    entropy_trained: bool = True  # the loss has an entropy term
 
 
 def learning_rate(settings: OptimizerConfig, step: int) -> float:
-    """The learning rate of the global optimizer step `step`, a pure function: a resumed run needs
+    """The learning rate of the global optimizer step `step`. A pure function: a resumed run needs
     no scheduler state.
 
-    Linear warm-up over `warmup_steps`, reaching the peak at the last of them; then constant, or
-    down to 0 at `decay_steps` (counted from step 0) by cosine or line.
+    Linear warm-up over `warmup_steps`, which ends at the peak; then constant, or a cosine or linear
+    decay to 0 at `decay_steps` (counted from step 0).
     """
     peak, warmup_steps = settings.learning_rate, settings.warmup_steps
     if step < warmup_steps:
@@ -161,9 +162,9 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
 
 
 def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
-    """Packs the sequences of one step, as costs least with the policy's attention; those without a
-    scored token take no part. Of the others this rank reads its own. UserError when one is too
-    long.
+    """Packs the sequences of one step in the way that costs least with the policy's attention;
+    leaves out those without a scored token. This rank reads only the tokens of its own
+    microbatches. UserError when a sequence is too long.
     """
     kept = [sequence for sequence in sequences if sequence.num_scored]
     tokens_max, attention = gang.options.trainer.tokens_max, flex_tokens(policy)
@@ -184,7 +185,7 @@ def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[Trai
 def forward(
     policy: PolicyModel, microbatch: Microbatch, temperature: float, entropy_trained: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """logprobs_BT and entropy_BT of a microbatch, 0 outside its mask."""
+    """Returns logprobs_BT and entropy_BT of a microbatch, 0 outside its mask."""
     logprobs_N, entropy_N = policy(
         microbatch.tokens_RL,
         microbatch.positions_RL,
@@ -199,27 +200,28 @@ def forward(
 
 @torch.no_grad()
 def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
-    """Logprobs of every microbatch, without gradient.
+    """Logprobs_BT of every microbatch, without gradient.
 
-    Every rank brings the same number of microbatches.
+    A collective: every rank must pass the same number of microbatches.
     """
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
     assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    # frees what is unsharded without a backward pass: it would go
-    # stale with the next optimizer step
+    # frees the unsharded parameters: no backward pass does it, and the next optimizer step would
+    # make them stale
     policy.reshard()
     return logprobs
 
 
 def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings) -> Metrics:
-    """One update.
+    """Does one update of the weights.
 
     Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
 
+    StepRefused, on all ranks and without an update, when the loss or the gradient is not finite.
+
     `part` divides by global counts; FSDP averages gradients over ranks, so each part is multiplied
-    by their number. All ranks of a team have the same loss, and of its gradient each has what came
-    through its own slices: their sum is the whole. StepRefused, on all ranks and without an update,
-    when the loss or the gradient is not finite.
+    by the number of ranks. All ranks of a context-parallel group have the same loss; each has the
+    gradient that came through its own slices, and their sum is the gradient.
     """
     policy = resident.policy
     assert batch.num_tokens > 0 and batch.microbatches, "an empty step has no gradient"
@@ -228,8 +230,8 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
     totals: Tensor | None = None
     for microbatch in batch.microbatches:
         loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
-        # every gradient is reduced at once: kept whole until the last microbatch it would take 4
-        # bytes a parameter on each rank
+        # gradients are reduced after every microbatch: unsharded until the last one they would take
+        # 4 bytes a parameter on each rank
         (loss * gang.size).backward()
         names = ["loss", *sums]
         part_sums = torch.stack([loss, *sums.values()]).detach().double()
@@ -253,8 +255,8 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
 
 
 def summary(steps: list[Metrics], names: Sequence[str], batches: list[StepBatch]) -> Metrics:
-    """The means of `names` over the steps (0 without one), the last learning rate, and what all
-    batches held.
+    """The means of `names` over the steps (0 without a step), the last learning rate, and the token
+    counts of all batches.
     """
     slots = sum(batch.slots for batch in batches)
     return {f"train/{name}": sum(step[name] for step in steps) / max(len(steps), 1) for name in names} | {

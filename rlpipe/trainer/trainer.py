@@ -1,5 +1,5 @@
-"""The memory of a gang: the policy in training and the frozen reference, and what each job does to
-them.
+"""The models that the trainer has in memory (the policy in training, the frozen reference), and the
+jobs that change them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rlpipe.trainer.step import Resident
 
 
 class Trainer:
-    """The gang's memory: the policy in training and the frozen reference.
+    """One rank's part of the policy in training and of the frozen reference.
 
     Both can be rebuilt from the store.
 
-    `on_published`: is given what each save published on a node, on its first rank; without it the
-    files are in the store when the job is done.
+    `on_published`: called on the first rank of each node with the files that a save has published
+    there; without it they are in the store when the job is done.
     """
 
     def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
@@ -45,9 +45,9 @@ class Trainer:
     def run(self, job: GangJob) -> JobResult:
         """Does one job on all ranks.
 
-        UserError, StoreError and StepRefused are raised on all of them alike.
+        UserError, StoreError and StepRefused are raised on all ranks.
 
-        A load or train that fails leaves nothing resident: what it left would be neither its start
+        After a load or train that fails nothing is resident: the weights would be neither its start
         nor its result.
         """
         if isinstance(job, OffloadJob):
@@ -71,7 +71,7 @@ class Trainer:
             if self._reference is not None and self._reference[1].adapter:
                 self._reference = None
             del resident
-            collect()  # a sharded module is part of cycles; its memory is needed
+            collect()  # reference cycles hold a sharded module; its memory is needed now
             self.resident, differs = load(self.gang, job)
             return JobResult(differs=differs)
         assert resident is not None, f"{job.kind} with nothing resident"
@@ -83,11 +83,12 @@ class Trainer:
         return result
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All that takes memory between two jobs, this rank's rows of it."""
+        """This rank's rows of all tensors that take memory between two jobs."""
         policies = [self.resident.policy] if self.resident else []
         if self._reference is not None:
             reference = self._reference[1]
-            policies += [] if reference.adapter else [reference.policy]  # with an adapter it is the resident one
+            # with an adapter it is the resident policy
+            policies += [] if reference.adapter else [reference.policy]
             yield from reference.adapter
         for policy in policies:
             yield from (parameter.to_local() for _, parameter in policy.shards())
@@ -96,7 +97,9 @@ class Trainer:
             yield from self.resident.held()
 
     def _bring_back(self, job: GangJob) -> None:
-        """Restores what was offloaded; a load drops it, as it needs none of it."""
+        """Restores what was offloaded; before a load it is dropped instead, as a load needs none of
+        it.
+        """
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is None:
             return
@@ -107,8 +110,8 @@ class Trainer:
             offloaded.restore()
 
     def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
-        """The frozen reference, loaded once for as long as it stays the same: the resident policy
-        with another adapter, where it is that.
+        """The frozen reference, loaded again only when `ref` changes; where it differs from the
+        resident policy only in the adapter, it is that policy with other values of the adapter.
         """
         if ref is None:
             self._reference = None
