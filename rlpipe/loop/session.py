@@ -1,4 +1,4 @@
-"""The session of a process: the run it holds, the pools, the scorers, and things loaded once.
+"""The session of a process: the run that it holds, the pools, the scorers, and data loaded once.
 
 All stages of the process share it. Nothing in it is needed after a crash: all of it is rebuilt from
 the store.
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One held run and its resident parts. Parts start when first asked for."""
+    """A held run and its resident parts. Each part starts when it is first used."""
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService = nobody_starts) -> None:
         self.run = run
@@ -70,16 +70,16 @@ class Session:
         self.fitting: PromptSets = once(self._fitting)
         self.committed_before = {phase: self.num_committed(phase) for phase in ("sft", "rl")}
         self.clock = Clock()
-        self.sampling_round: SamplingRound | None = None  # that is at work
+        self.sampling_round: SamplingRound | None = None  # the one in progress
         self._closed = False
         self._closing = contextlib.AsyncExitStack()  # of the parts that have been started
-        # of who brings the trainer to a position, and asks it for what it holds then
+        # held while a position is restored in the trainer, and for the job that starts from it
         self.trainer_turn = asyncio.Lock()
         self._trainer_lock, self._pool_lock = asyncio.Lock(), asyncio.Lock()
 
     def _fitting(self, use: str) -> list[list[Prompt]]:
-        """The prompt sets of a use without what their `on_too_long` drops: what is drawn from, the
-        same on every start.
+        """Returns the prompt sets of a use without the rows that `on_too_long` drops: prompts are
+        drawn from these, the same on every start.
         """
         return [
             fitting(data, rows, prompt_lengths(self.tokenizer, rows), room_for(self.config, use))
@@ -95,16 +95,18 @@ class Session:
         return self.run.num_committed(phase, self.run.num_segments if phase == "sft" else self.config.rl.num_iterations)
 
     async def _may_steer(self) -> None:
-        """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""
+        """Raises TakenOver or EngineError when engines and trainer are no longer this session's to
+        use.
+        """
         self.check_open()
         if self.run.lease is not None:
-            # a store that says nothing keeps nobody from its engines
+            # a store that does not answer is no reason to stop using the engines
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.run.lease.check_unless_fresh)
 
     async def gang(self) -> TrainerClient:
-        """The trainer, for a job: started if need be, with the memory that it may share with
-        engines.
+        """Returns the trainer, started if need be, ready for a job: memory that it shares with
+        engines is freed for it.
         """
         async with self._trainer_lock:
             await self._may_steer()
@@ -115,7 +117,7 @@ class Session:
         return self.trainer
 
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
-        """Puts a policy on every engine, starting the pool if need be; False when it was served
+        """Puts a policy on every engine, starting the pool if need be; False when it is served
         already.
         """
         async with self._pool_lock:
@@ -126,13 +128,13 @@ class Session:
                 async with self.trainer_turn:
                     await self.memory.to_engines()
             nearby = self.behind.nearby(policy)
-            if nearby and not nearby.servers and not self.config.engines_here:  # nobody reaches it there
+            if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
                 await self.behind.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:
                 async with self.trainer_turn if nearby and nearby.sender else contextlib.nullcontext():
                     await self.pool.serve(policy, version, probe, nearby)
-            except StoreError as error:  # the trainer that had it was lost
+            except StoreError as error:  # the trainer that had the files was lost
                 if not self.behind.is_under_way(policy):
                     raise
                 log.warning(
@@ -187,13 +189,13 @@ class Session:
         return agents
 
     def track_data(self, use: str) -> None:
-        """Lets the tracker have the data sets of a use."""
+        """Passes the data sets of a use to the tracker."""
         if self.config.sets(use):
             self.tracker.reads(use, partial(self._data_sets, use))
 
     def _data_sets(self, use: str) -> list[DataSet]:
         sets = self.config.sets(use)
-        if use == "sft":  # none in what older code committed
+        if use == "sft":  # artifacts of older code have none
             known = self.run.committed("data", 0, "data")[1].metrics.get("sets", {})
             return [
                 DataSet.of(data, known[data.name]["sha256"], known[data.name]["rows"])
@@ -205,8 +207,8 @@ class Session:
 
     @cached_property
     def data_sha256(self) -> str:
-        """The hash of all prompts of use rl that are drawn: a cursor's position means nothing in
-        other data.
+        """The hash of all prompts of use rl that are drawn: the position of a cursor holds for
+        these data only.
         """
         return sha256_of([[prompt.as_json() for prompt in rows] for rows in self.fitting("rl")])
 
@@ -225,8 +227,10 @@ class Session:
         return ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args, model.control_tokens)
 
     def check_open(self) -> None:
-        """A shard may outlive another that failed, and the flow that failed with it: it starts
-        nothing any more.
+        """EngineError once the session is closed.
+
+        A shard may outlive another shard that failed, and the flow that failed with it; this keeps
+        it from starting anything.
         """
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
@@ -240,16 +244,16 @@ class Session:
         await self.close(failed=error is not None)
 
     async def close(self, failed: bool = False) -> None:
-        """Commits what is under way, and ends all parts.
+        """Waits for the commits in progress, then ends all parts.
 
-        `failed`: something else has ended the session.
+        `failed`: True when an error has ended the session; then commits get CLOSE_S.
         """
         try:
             if not failed:
                 await self.behind.landed()
         finally:
             self._closed = True
-            # first: a shard that outlived a failed one scores and steps no more
+            # first: a shard that outlived a failed one must not score or step any more
             await self._closing.aclose()
             await self.behind.close()
             await asyncio.gather(
@@ -259,7 +263,7 @@ class Session:
                 asyncio.to_thread(self.tracker.close),
                 asyncio.to_thread(self.retention.close),
             )
-            if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of who holds the run now
+            if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of the new holder
                 await asyncio.to_thread(remove_copies, self.work_dir)
 
 
@@ -275,11 +279,12 @@ def is_open(config: PipelineConfig) -> bool:
 async def open_session(
     config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
 ) -> AsyncIterator[Session]:
-    """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it.
+    """Yields the session of a run: opened by the outermost flow (`flow_run`), shared by those
+    inside it.
 
-    `start_service`: for what runs elsewhere. UserError when the run is held by another process, or
-    was created with other settings; TakenOver, whatever the body was doing, soon after another
-    process has taken it.
+    `start_service` starts what runs elsewhere. UserError when the run is held by another process,
+    or was created with other settings. TakenOver, whatever the body does, soon after another
+    process has taken the run over.
     """
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
@@ -287,12 +292,12 @@ async def open_session(
     async with contextlib.AsyncExitStack() as stack:
         work = stack.enter_context(working())
         with contextlib.ExitStack() as hurried:
-            # before the rest ends: who waits for the store, or asks it then, holds up no end
+            # first: calls that wait for the store, or begin then, must not delay the end
             hurried.callback(work.end)
             run = await asyncio.to_thread(create_or_continue, config)
             held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
             stack.push_async_exit(partial(_give_back, held))
-            await stack.enter_async_context(told(held))  # of what fails in the end of the session
+            await stack.enter_async_context(told(held))  # for errors while the session ends
             session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
             stack.push_async_exit(session.end)
             stack.callback(_open.pop, key)
@@ -302,7 +307,7 @@ async def open_session(
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:
-    # what else has ended it is said, not a store that is away
+    # the error that ended the session is raised, not that of a store that does not answer
     with contextlib.suppress(*([OSError] if kind else [])):
         await asyncio.to_thread(held.release)
 
