@@ -84,9 +84,7 @@ class Landing:
         """
         if self._landed:
             return
-        for _ in range(
-            2 * ATTEMPTS_MAX
-        ):  # twice: GangLost first, then the new trainer answers NotResident
+        for _ in range(2 * ATTEMPTS_MAX):  # twice: GangLost first, then the new trainer answers NotResident
             try:
                 await self.session.trainer.run("upload", {"attempt": self.job.attempt})
                 self._landed = True
