@@ -20,7 +20,9 @@ from rlpipe.stages.turns import PlayedCompletion, played_before
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One group of a sampling round: its prompt, and the rollouts that an earlier iteration began."""
+    """One group of a sampling round: its prompt, and the rollouts that an earlier iteration
+    began.
+    """
 
     slot: int  # in the round
     group_index: int  # in the iteration
