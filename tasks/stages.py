@@ -54,7 +54,7 @@ def _task(
     @task(
         name=verb,
         description=function.__doc__,
-        # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        # tags that limit how many run at once, in all runs (docs/cluster.md)
         tags={f"stage:{verb}"},
         task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,

@@ -120,7 +120,7 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # from us too: it cannot signal this process, which ends what it leaves behind
+        # apart from this process, which it cannot signal, and which ends what it leaves
         preexec_fn=seclude,
     )
     output, errors = _last_words(process, json.dumps(request["prompt"]).encode())

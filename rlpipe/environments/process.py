@@ -166,7 +166,7 @@ class EnvironmentProcess:
                     raise self._not_loaded(ready, is_late)
                 loads_left = LOADS_MAX
                 self._lose(is_late)
-        except Exception as error:  # all who wait are told
+        except Exception as error:  # raised for all calls that wait
             self._fail(error)
         finally:
             self._ready = self._life = None

@@ -56,7 +56,7 @@ def _of_group(tokens: deque[str], terms: list[float]) -> tuple[float, int]:
 
 
 def _of_factor(tokens: deque[str], terms: list[float]) -> float:
-    """The digits of a number, letter or group, with the powers and factorials behind it."""
+    """The digits of a number, letter or group, with the powers and factorials after it."""
     token, summed = tokens.popleft(), 1
     if token in {"(", "[", "{"}:
         digits, summed = _of_group(tokens, terms)

@@ -58,8 +58,8 @@ def exact(prompt: RewardPrompt, completion: str) -> float:
 
 
 def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward:
-    """By the completion's tokens: with `target`, 1 at the target and falling to 0 at none and at
-    twice as many; with `max`, 1 up to it.
+    """A score by the completion's tokens: with `target`, 1 at the target and falling to 0 at none
+    and at twice as many; with `max`, 1 up to it.
     """
     if (target is None) == (max is None):
         raise ValueError(f"target={target}, max={max}: give one of the two, in tokens")

@@ -73,7 +73,7 @@ class Heartbeat:
             try:
                 self._listen()
             except (OSError, ValueError) as error:
-                # no process to be had, or it ended before it was told anything
+                # no process could be started, or it ended before it got its order
                 why = f" ({error})"
             if looks == self._looks and not self._is_missed and not self._stop.is_set():
                 self._is_missed = True

@@ -124,7 +124,7 @@ class Bucket(RemoteObjects):
         try:
             self._ask(key, ask)
         except FileNotFoundError:
-            # the upload is over, though nobody answered so: a first request to complete
+            # the upload is over, though no answer came: a first request to complete
             # it did, and its answer was lost
             if not self.exists(key) or self.size(key) != size:
                 raise

@@ -35,7 +35,7 @@ class _Fence(NamedTuple):
     mark: str
     info: str
     num_quotes: int  # marks of block quotes before it
-    indent: int  # columns behind the last of them
+    indent: int  # columns after the last of them
 
 
 def blocks(text: str) -> Iterator[Block]:

@@ -195,7 +195,7 @@ def _watch(main: int, reading: int, deadline_s: float) -> tuple[str, bytes]:
     status = "timeout"
     while status == "timeout" and (left_s := deadline_s - time.monotonic()) > 0:
         files = select.select(watched, [], [], left_s)[0]
-        # a pipe that one writes to is only then ready when nobody reads it any more
+        # the write end of a pipe is reported only when its reader is gone
         if ANSWERS in files:
             break
         if reading in files:

@@ -29,7 +29,7 @@ class ShownToken:
     token: int
     text: str
     piece: str  # its name in the vocabulary
-    logprob: float | None  # of the engine; None where nobody recorded it
+    logprob: float | None  # of the engine; None where it was not recorded
     is_trained: bool
     version: int
     # the trainer's logprob minus the engine's; None where it is not stored
