@@ -168,7 +168,7 @@ class Run:
     def lost_iterations(self) -> list[int]:
         """The iterations that are not committed though later ones are.
 
-        The commit of an iteration comes last, so these were deleted or damaged afterwards.
+        Iterations are committed in order, so the records of these were lost afterwards.
         """
         own = self.own_iterations()
         return sorted(set(range(self.fork_at + 1, own[-1] if own else 0)).difference(own))
