@@ -1,5 +1,5 @@
-"""The file in which the Prefect server of `rlpipe run` keeps what its UI shows: in `scratch`, one
-for the runs of a store that this machine works on. Nothing in it is needed to go on with a run.
+"""The database of the Prefect server that `rlpipe run` starts: a file in `scratch`, one for each
+store and machine. A run goes on without it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def own_database(config: PipelineConfig) -> Path | None:
     """The file for the runs of the config's store; None where the user's settings of Prefect name a
     server, a database or a PREFECT_HOME.
 
-    The machine is in its name: where nodes share a scratch folder, SQLite would not
-    survive two that write one file.
+    The machine is in its name: where nodes share a scratch folder, SQLite would not survive two of
+    them that write one file.
     """
     from prefect.settings import get_current_settings
 
@@ -46,7 +46,7 @@ def own_database(config: PipelineConfig) -> Path | None:
 
 
 def existing_database(path: Path) -> Path:
-    """The path, whole; UserError where no database is there."""
+    """The absolute path; UserError where it is not a database of SQLite."""
     try:
         with path.open("rb") as file:
             is_one = file.read(len(SQLITE)) == SQLITE
@@ -60,7 +60,7 @@ def existing_database(path: Path) -> Path:
 
 
 def environment_of(path: Path) -> dict[str, str]:
-    """By which a Prefect server uses this file.
+    """The environment variables by which a Prefect server uses this file.
 
     Quoted, as a path may have a question mark in it.
     """
@@ -69,8 +69,9 @@ def environment_of(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def creating(path: Path) -> Iterator[None]:
-    """The body starts a server, while no other does on this file: each makes, or
-    updates, the tables as it starts."""
+    """Holds a lock on this file while the body starts a server: each server creates, or updates,
+    the tables as it starts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -1,4 +1,4 @@
-"""Evaluates one committed policy of a run, whenever somebody asks."""
+"""Evaluates one committed policy of a run, at any time."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
 
 
 def version_to_evaluate(run: Run, version: int | None) -> int:
-    """The version that is asked for, or the newest one; UserError when it is not committed, or
-    there is nothing to evaluate it on."""
+    """The requested version, or the newest one; UserError when it is not committed, or there are no
+    evaluation sets.
+    """
     if not run.config.sets("evaluation"):
         raise UserError(f"run {run.name} has no data set of use = 'evaluation': there is nothing to evaluate it on")
     return committed_version(run, version)

@@ -1,9 +1,8 @@
 """Events of a run on the Prefect server, on which automations can fire (docs/nights.md).
 
-What the server does not take costs the run nothing.
-
-They come after what they tell of is committed, once at most: a process that dies in between has
-told nobody, and the next start does not.
+An event that the server does not accept costs the run nothing. Events are sent after the commit
+that they report, at most once: when a process dies in between, the event is never sent, also not by
+the next start.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def tell(run: str, event: Event, message: str, facts: Facts | None = None) -> No
 
 
 def tell_iteration(record: IterationRecord) -> None:
-    """The iteration's commit, and that its reward fell, where it did."""
+    """Emits the event of the iteration's commit, and, where its reward fell, the event of that."""
     facts: Facts = {"iteration": record.iteration, "weight_version": record.weight_version}
     tell(record.run, "iteration.committed", iteration_line(record), facts | {"metrics": record.metrics})
     if message := fall(record.curve):

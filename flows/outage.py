@@ -1,9 +1,9 @@
-"""Prefect's API when it is away for a while: whatever it answers or does not, of what passes by
-itself, is taken as its refused connections are.
+"""Retries while Prefect's API is away: any fault that may pass is treated like a refused
+connection.
 
-Prefect's client tries a call five times, in about a minute, and one that was answered with 500 or
-504 not at all. Here a call is tried again for WORK_S once the server has answered this process, for
-seconds before that, and where the answer is only to be looked at (`hurrying`).
+Prefect's client tries a call five times, in about a minute, and does not retry one that was
+answered with 500 or 504. Here a call is tried again for WORK_S once the server has answered this
+process, for seconds before that, and for seconds where its result is only shown (`hurrying`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WORK_S = 300.0
 RETRY_AFTER_MAX_S = 30.0
-# sends what was logged, while nobody waits for it: Prefect's own tries will do
+# sends logs in the background: Prefect's own retries are enough
 BESIDE = "APILogWorkerThread"
 send_async, send_sync = PrefectHttpxAsyncClient._send_with_retry, PrefectHttpxSyncClient._send_with_retry
 _answered = threading.Event()
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer", covariant=True)
 
 
 class Send(Protocol[Answer]):
-    """httpx's own `send`, of a client that is awaited, or of one that is not."""
+    """httpx's own `send`, of an async or a sync client."""
 
     def __call__(
         self,
@@ -50,7 +50,9 @@ class Send(Protocol[Answer]):
 
 
 class PrefectAway(PrefectException, RuntimeError):
-    """Prefect's API was asked for as long as it is worth. The text names the first fault."""
+    """Raised when the tries of a call to Prefect's API are used up. The text names the first
+    fault.
+    """
 
 
 def _bound_s() -> float:
@@ -58,7 +60,7 @@ def _bound_s() -> float:
 
 
 def _fault(request: httpx.Request, outcome: Outcome) -> str:
-    """Describes a fault that passes by itself; empty when the outcome is an answer."""
+    """Describes a fault that may pass; empty when the outcome is an answer."""
     if isinstance(outcome, httpx.TransportError):
         return f"{type(outcome).__name__} {outcome}".strip() + f" ({request.method} {request.url.path})"
     if outcome.status_code in patience.PASSING_STATUSES:
@@ -70,7 +72,7 @@ def _fault(request: httpx.Request, outcome: Outcome) -> str:
 async def _persistently(
     request: httpx.Request, ask: Callable[[], Awaitable[httpx.Response]], pause: Callable[[float], Awaitable[None]]
 ) -> httpx.Response:
-    """Returns the API's answer, asking again while it is away; PrefectAway when the time is up."""
+    """Returns the API's answer, with retries while it is away; PrefectAway when the time is up."""
     api = f"Prefect's API at {request.url.scheme}://{request.url.netloc.decode()}"
     outcome = await _outcome(ask)
     if fault := _fault(request, outcome):
@@ -90,7 +92,7 @@ async def _persistently(
 async def _outcome(ask: Callable[[], Awaitable[httpx.Response]]) -> Outcome:
     try:
         return await ask()
-    except httpx.UnsupportedProtocol:  # an address that is none, whenever it is asked
+    except httpx.UnsupportedProtocol:  # an invalid address stays invalid
         raise
     except httpx.TransportError as error:
         return error
@@ -105,7 +107,7 @@ async def send_patiently(
     retry_codes: set[int],
     retry_exceptions: tuple[type[Exception], ...],
 ) -> httpx.Response:
-    """In place of Prefect's own tries: what is left of those is its way with CSRF tokens."""
+    """Replaces Prefect's own retries; of those, only the handling of CSRF tokens is left."""
     if threading.current_thread().name == BESIDE:
         return await send_async(self, request, send, send_args, send_kwargs, retry_codes, retry_exceptions)
 
@@ -133,7 +135,7 @@ def send_patiently_here(
     retry_codes: set[int],
     retry_exceptions: tuple[type[Exception], ...],
 ) -> httpx.Response:
-    """As `send_patiently`, of the client that nobody awaits."""
+    """As `send_patiently`, for the sync client."""
 
     async def pause(seconds: float) -> None:
         time.sleep(seconds)
@@ -154,7 +156,7 @@ def send_patiently_here(
 
 
 def _done(steps: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-    """The result of a coroutine that waits for nothing; no event loop is needed."""
+    """The result of a coroutine that never waits; needs no event loop."""
     try:
         steps.send(None)
     except StopIteration as ended:

@@ -1,10 +1,9 @@
 """SFT, then RL: the parent flow.
 
-Where the config says so, a person approves what comes next; nothing is
-held while a run waits for it.
+Where the config says so, a person approves the next phase; the run is released while it waits.
 
-An approval is a fact of the run, kept in the store: a retry, and another flow run of the
-same name, does not ask again.
+An approval is kept in the store with the run: a retry, and another flow run of the same name, do
+not ask again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ APPROVAL_TIMEOUT_S = 30 * 24 * 3600
 
 
 class ApprovalNeeded(RunWaits):
-    """The run does not go on past a gate before a person says so.
+    """Raised at a gate that a person has not approved yet.
 
-    `lines`: the evaluation that they may look at.
+    `lines`: the evaluation that the person may look at.
     """
 
     def __init__(self, run: Run, gate: Gate, lines: list[str]) -> None:
@@ -65,7 +64,7 @@ async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig)
     while True:
         try:
             return await _phases(config)
-        except ApprovalNeeded as needed:  # the run and its services were given back on the way here
+        except ApprovalNeeded as needed:  # the run and its services are released by now
             await _wait_for_approval(needed)
 
 
@@ -92,25 +91,24 @@ async def _phases(config: PipelineConfig) -> RunReport:
 
 
 async def _require_approval(session: Session, gate: Gate) -> None:
-    """ApprovalNeeded when the config wants an approval here and none is in the store, once there is
-    an evaluation to look at."""
+    """ApprovalNeeded when the config wants an approval here and the store has none; evaluates
+    first, so that the person has an evaluation to look at.
+    """
     run, config = session.run, session.config
     if not await asyncio.to_thread(is_awaited, run, gate):
         return
     evaluated = gate == "rl" and config.sets("evaluation") and not config.rl.rollouts_from
     if evaluated and not await asyncio.to_thread(session.run.num_done, "rl"):
         policy, _ = await asyncio.to_thread(run.policy, 0)
-        await evaluate(session, policy=policy, version=0)  # RL begins with it, and finds it
+        await evaluate(session, policy=policy, version=0)  # RL begins with it, and finds it committed
     raise ApprovalNeeded(run, gate, await publish_evaluation(session, BEFORE[gate]))
 
 
 async def _wait_for_approval(needed: ApprovalNeeded) -> None:
-    """Returns once somebody has pressed Resume, and keeps that in the store.
+    """Returns once somebody has pressed Resume, and stores the approval.
 
-    Called when the run is not held.
-
-    A deployment's flow run is suspended: its process ends, and Resume schedules it anew. From the
-    command line it is paused.
+    Called while the run is not held. The flow run of a deployment is suspended: its process ends,
+    and Resume schedules it again. From the command line it is paused.
     """
     gate = needed.gate
     if of_deployment():

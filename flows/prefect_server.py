@@ -1,10 +1,10 @@
-"""Prefect's server, whose transactions on SQLite wait for one another:
-`python -m flows.prefect_server [OPTIONS of prefect server start]`.
+"""Prefect's server, with SQLite transactions that wait for one another: `python -m
+flows.prefect_server [OPTIONS of prefect server start]`.
 
-Prefect 3.8 begins most transactions as a reader's. SQLite fails one that writes when another has
-written since it began, without the minute of waiting that Prefect asks it for: the caller is
-answered 503 and comes again after 2 s. Begun as a writer's, a transaction waits for the one before
-it. Postgres, which a team takes, does not know the difference.
+Prefect 3.8 begins most transactions as readers. SQLite fails a reader that writes when another
+transaction has written since it began, without the minute of waiting that Prefect sets: the caller
+gets 503 and tries again after 2 s. A transaction that begins as a writer waits for the one before
+it. On Postgres, which a team uses, there is no difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def begin_as_writer(
 ) -> AsyncGenerator[AsyncSessionTransaction, None]:
     async with prefect_begins(self, session, with_for_update=True) as transaction:
         await session.connection()  # begins it now
-        # a session that is opened inside of it, to read, is no writer's: it would wait for this one
+        # a session opened inside of it, to read, must not be a writer: it would wait for this one
         token = SQLITE_BEGIN_MODE.set(None)
         try:
             yield transaction

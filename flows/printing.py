@@ -1,5 +1,6 @@
-"""Prints for the commands: the one place at which text goes to a terminal, whoever wrote it.
-Prefect is not imported here."""
+"""Prints for the commands: the only place where text goes to a terminal. Does not import
+Prefect.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,6 @@ def echo_above(line: str) -> None:
 
 
 def fail(error: Exception, code: int) -> NoReturn:
-    """Says what is wrong and ends with `code`: 2 for the user's fault, 1 for what gave up."""
+    """Prints the error and ends with `code`: 2 for the user's fault, 1 for other failures."""
     echo(f"rlpipe: {error}", err=True)
     raise typer.Exit(code)

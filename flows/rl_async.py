@@ -1,9 +1,9 @@
 """An RL iteration one step off policy: while the trainer makes the next weight version, the engines
-sample with the one it starts from.
+sample with the version that it starts from.
 
-Iteration k trains version k + 1 of what version k - 1 sampled (iteration 0 of what version 0 did),
-and beside that samples iteration k + 1 with version k. The stages, and what they commit, are those
-of flows/rl_iteration.py.
+Iteration k trains version k + 1 on the rollouts of version k - 1 (iteration 0 on those of version
+0), and meanwhile samples the rollouts of iteration k + 1 with version k. The stages, and the
+artifacts that they commit, are those of flows/rl_iteration.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def rl_async_iteration(config: PipelineConfig, iteration: int) -> Iteratio
     """
     async with open_session(config) as session:
         session.clock.begin(iteration)
-        # sampled by the iteration before, but for the first
+        # sampled by the previous iteration, except for the first
         sampled = await take_batch(session, iteration)
         trained, ahead = await asyncio.gather(
             train_batch(session, iteration, sampled), sample_ahead(session, iteration, sampled), return_exceptions=True
@@ -43,9 +43,9 @@ async def rl_async_iteration(config: PipelineConfig, iteration: int) -> Iteratio
 
 
 async def sample_ahead(session: Session, iteration: int, sampled: Sampled) -> None:
-    """Commits the batch of the iteration after this one.
+    """Commits the batch of the next iteration.
 
-    There is none after the last, and a redone one needs no engine.
+    There is none after the last iteration, and a redone one needs no engine.
     """
     if iteration + 1 < session.config.rl.num_iterations and not session.run.redoes(iteration):
         await sample_batch(session, iteration + 1, sampled.before_next)

@@ -1,6 +1,6 @@
 """One RL iteration as a flow run of its own.
 
-Every step answers from the store when it was done before.
+Each stage answers from the store when it was committed before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tasks import stages
 
 class Sampled(NamedTuple):
     """The data that an iteration trains on: its last round's prompts, the scores of every round,
-    and the batch."""
+    and the batch.
+    """
 
     prompts: StageResult
     scores: list[StageResult]
@@ -40,7 +41,7 @@ class Sampled(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The results of an iteration: the training, and the policy that came of it."""
+    """The results of an iteration: the training, and the policy that results from it."""
 
     training: StageResult
     policy: StageResult
@@ -62,7 +63,7 @@ async def rl_iteration(config: PipelineConfig, iteration: int) -> IterationRecor
 
 
 async def take_batch(session: Session, iteration: int) -> Sampled:
-    """The batch of an iteration, after the one before was committed."""
+    """The batch of an iteration, after the previous one was committed."""
     if session.run.redoes(iteration):
         return await redo_batch(session, iteration)
     if session.config.rl.rollouts_from:
@@ -71,14 +72,14 @@ async def take_batch(session: Session, iteration: int) -> Sampled:
 
 
 async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sampled:
-    """Dynamic sampling: rounds of prompts, rollouts and scores until
-    enough groups survive the filters.
+    """Dynamic sampling: rounds of prompts, rollouts and scores until enough groups survive the
+    filters.
 
-    The first round takes up what the iteration before had to cut short.
+    The first round continues the partial rollouts of the previous iteration.
     """
     policy, _ = await asyncio.to_thread(session.run.policy, session.config.rl.sampled_by(iteration))
     before, carried = earlier
-    pass_rates = carried if session.config.rl.curriculum != "none" else None  # they lie beside the batch
+    pass_rates = carried if session.config.rl.curriculum != "none" else None  # they are stored beside the batch
     rounds: list[ArtifactRef] = []
     shards: list[ArtifactRef] = []
     scores: list[StageResult] = []
@@ -115,8 +116,8 @@ async def sample_shards(
 ) -> list[ArtifactRef]:
     """The rollouts of one sampling round, a reference a shard.
 
-    A shard that fails lets the others come to their end: what they commit is
-    kept, and nothing samples any more.
+    When a shard fails, the others still run to their end: what they commit is kept, and no sampling
+    goes on in the background.
     """
     sampling = [
         stages.generate(
@@ -134,7 +135,7 @@ async def sample_shards(
 
 
 async def import_batch(session: Session, iteration: int) -> Sampled:
-    """One round of what another policy sampled, from `rl.rollouts_from`."""
+    """One round of another policy's rollouts, from `rl.rollouts_from`."""
     prompts = await stages.import_prompts(session, iteration=iteration)
     rollouts = await stages.import_rollouts(session, iteration=iteration, prompts=prompts.ref)
     scores = await stages.score(
@@ -147,7 +148,7 @@ async def import_batch(session: Session, iteration: int) -> Sampled:
 
 
 async def redo_batch(session: Session, iteration: int) -> Sampled:
-    """All sampling rounds that the parent stored, filtered together: none more can be had.
+    """All sampling rounds that the parent stored, filtered together: there are no more.
 
     Stages before the redone one are the parent's.
     """
@@ -172,7 +173,7 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
 
 
 async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Trained:
-    """The policy that a batch makes of version `iteration`, committed."""
+    """Trains weight version `iteration` on a batch, and publishes version `iteration + 1`."""
     batch, (previous, _) = sampled.batch.ref, await asyncio.to_thread(session.run.policy, iteration)
     training = await stages.train(session, iteration=iteration, batch=batch)
     reference = await asyncio.to_thread(other_reference, session.run, iteration)
@@ -185,7 +186,7 @@ async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Tra
 async def end_iteration(session: Session, iteration: int, sampled: Sampled, trained: Trained) -> IterationRecord:
     """Serves the new policy, evaluates it when that is due, and commits the iteration.
 
-    A redone one is not evaluated: evaluating samples.
+    A redone one is not evaluated: an evaluation samples.
     """
     config, policy, redone = session.config, trained.policy.ref, session.run.redoes(iteration)
     if not redone and not config.rl.rollouts_from:

@@ -1,5 +1,6 @@
-"""The services of a run as flow runs: the engines of a node, and a node of the trainer gang, for as
-long as the run needs them."""
+"""The services of a run as flow runs: the engines of a node, and the trainer processes of a node,
+for as long as the run needs them.
+"""
 
 from __future__ import annotations
 

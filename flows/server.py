@@ -1,7 +1,7 @@
-"""Runs a flow for `rlpipe run`: ends it on a signal or a fault, and starts a Prefect server of our
+"""Runs a flow for `rlpipe run`: ends it on a signal or a fault, and starts a Prefect server of its
 own where the user has none. Also sets up the automations of unattended nights on the team's server.
 
-Prefect is imported only inside of the functions: what it reads of the environment is set before.
+Prefect is imported only inside of the functions: the environment that it reads is set before.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ DEFAULTS = {
 
 
 def set_defaults() -> None:
-    """Sets what a laptop run wants of Prefect, before Prefect is imported;
-    the user's own environment wins."""
+    """Sets the Prefect settings of a laptop run, before Prefect is imported; the user's own
+    environment wins.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
     """Returns the flow's result; Terminated after SIGTERM, KeyboardInterrupt after SIGINT, once the
-    flow has freed what it held.
+    flow has released its run.
 
-    RuntimeError, one line, for what Prefect's server refuses or does not answer.
+    RuntimeError, one line, when Prefect's server refuses a call or does not answer.
     """
     import httpx
     import prefect.utilities.engine as engine
@@ -82,11 +83,11 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
 
 @contextlib.contextmanager
 def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
-    """The URL of the API to use: the user's server when one is configured, else one of our own, on
-    a free port, gone with its parent.
+    """Yields the URL of the API to use: the user's server when one is configured, else a server
+    started here, on a free port, which ends with its parent.
 
-    `database`: the file that one of our own keeps its rows in; None: where the
-    user's settings of Prefect say.
+    `database`: the database file of a server started here; None: where the user's settings of
+    Prefect say.
     """
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -128,11 +129,11 @@ def _wait_ready(service: Service, database: Path | None) -> None:
 
 
 async def apply_automations(notify: str) -> list[str]:
-    """Creates or updates the automations of `automations.yaml` on the server; one line each of what
-    was done. Again doubles nothing.
+    """Creates or updates the automations of `automations.yaml` on the server; returns one line for
+    each. A second call creates nothing twice.
 
     `notify`: the notification block as TYPE/NAME (for example slack-webhook/team); empty leaves out
-    what needs one. UserError when there is no server, or no such block.
+    the automations that need one. UserError when there is no server, or no such block.
     """
     from prefect.client.orchestration import get_client
     from prefect.events.schemas.automations import AutomationCore

@@ -1,6 +1,6 @@
-"""The session of a run, with what Prefect does for it: a name for the flow run,
-services as runs of deployments, and waiting for another flow run that works on the same
-run. What fails in it says what to do."""
+"""The session of a run, with Prefect's part: a name for the flow run, services as runs of
+deployments, and waiting for another flow run that works on the same run. Its errors say what to do.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POLL_S = 5.0
 SLUG_CHARS_MAX = 40  # of a schedule's slug in a run's name, which has 80 at most
 AGAIN = "then start the run again (in the UI: Retry): it goes on after the newest committed stage"
 ADVICE: dict[type[Exception], str] = {  # the first that fits
-    RunHeld: "",  # these five say it themselves
+    RunHeld: "",  # the errors of these five say it already
     TakenOver: "",
     CommittedLate: "",
     OtherSettings: "",
@@ -80,11 +80,11 @@ def run_name(flow: str) -> Callable[[], str]:
 
 def own_name() -> str:
     """The run name of a flow run that was given none: its schedule's slug (`scheduled` without one,
-    `run` without a schedule), when it was to start (UTC), the end of its id.
+    `run` without a schedule), its scheduled start (UTC), the end of its id.
 
-    Example: nightly-2026-11-22-0200-3fa2c1. All of it stays the same on Retry. Not the beginning of
-    the id: ids of scheduled flow runs are made in batches and begin with the time, so they begin
-    alike night after night.
+    Example: nightly-2026-11-22-0200-3fa2c1. All of it stays the same on Retry. The beginning of the
+    id is not used: ids of scheduled flow runs are made in batches and begin with the time, so they
+    begin alike night after night.
     """
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None, "called outside of a flow run"
@@ -100,9 +100,9 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
     """The config of a flow run, with its changes and a run name, checked before anything is
     written.
 
-    UserError for all that is wrong with it. `preset` among the changes takes another preset instead
-    of the config. A flow run without a run name (a schedule's) is named after itself. A flow inside
-    another one of ours is not checked again.
+    UserError for all that is wrong with it. `preset` among the changes selects another preset
+    instead of the config. A flow run without a run name (a schedule's) is named after itself. A
+    flow inside another flow of rlpipe is not checked again.
     """
     config = change_config(config, changes, PRESETS) if changes else config
     config = config if config.run else config.model_copy(update={"run": own_name()})
@@ -117,15 +117,17 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
 
 
 def _step_aside(held: RunHeld | TakenOver) -> None:
-    """Ends a second process of this flow run: Prefect leaves the state
-    to the one that holds the run."""
+    """Ends a second process of this flow run: Prefect leaves the state to the process that holds
+    the run.
+    """
     if held.flow_run == str(flow_run.id):
         raise Abort(f"another process works on this flow run: {held}") from held
 
 
 def _checked(config: PipelineConfig) -> None:
-    """`preflight`, announced: services that wait for the run do so for as long as it takes, and
-    until the run is held."""
+    """Runs `preflight`, announced: services that wait for the run go on waiting meanwhile, and
+    until the run is held.
+    """
     store, root = open_store(config.store), f"runs/{config.run}"
     announce(store, root)
     with contextlib.ExitStack() as undo:
@@ -136,8 +138,8 @@ def _checked(config: PipelineConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
-    """The session of a run, opened by the outermost flow, shared by those inside it.
-    What fails in it says what to do.
+    """The session of a run, opened by the outermost flow, shared by those inside it. Its errors say
+    what to do.
 
     A deployment's flow run waits, in a state `Waiting`, while another flow run holds the run;
     RunHeld after a week, and at once for a flow run without a deployment: its user is there to read
@@ -145,7 +147,7 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
     and leaves the state of the flow run to the first.
     """
     async with _advised(config), contextlib.AsyncExitStack() as stack:
-        stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # where the run cannot be held
+        stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # for when the run cannot be held
         # of the flow runs inside it, and of their tasks
         stack.enter_context(tags(await _tagged(config)))
         yield await _enter(stack, config)
@@ -166,8 +168,9 @@ async def _advised(config: PipelineConfig) -> AsyncIterator[None]:
 
 
 def with_advice(error: Exception, config: PipelineConfig) -> Exception:
-    """The error with what to do about it in its message; itself where there is nothing
-    to add, or it was added already."""
+    """The error with advice on what to do in its message; unchanged where there is nothing to add,
+    or it was added already.
+    """
     kind = next((kind for kind in ADVICE if isinstance(error, kind)), None)
     if kind is None or not ADVICE[kind] or ADVICE[kind] in str(error):
         return error
@@ -175,16 +178,18 @@ def with_advice(error: Exception, config: PipelineConfig) -> Exception:
 
 
 def _other_settings(config: PipelineConfig) -> str:
-    """Says how the run can go on with other settings, by what it has committed; empty where it
-    cannot be read."""
+    """Text on how the run can go on with other settings, by its committed results; empty where it
+    cannot be read.
+    """
     with contextlib.suppress(UserError, StoreError, OSError):
         return f". Any other field: {way_to_change(open_existing(open_store(config.store), config.run))}"
     return ""
 
 
 async def _tagged(config: PipelineConfig) -> str:
-    """Gives this flow run the tag of its pipeline run, by which the UI
-    finds all flow runs of it; the tag."""
+    """Gives this flow run the tag of its pipeline run, by which the UI finds all flow runs of it;
+    returns the tag.
+    """
     tag = f"run:{config.run}"
     if tag not in flow_run.tags:
         with only_shown():
@@ -194,8 +199,9 @@ async def _tagged(config: PipelineConfig) -> str:
 
 
 async def prepare(session: stages.Session) -> StageResult:
-    """Keeps how the run was started; commits tokenizer, base model and reference when they are not;
-    returns the tokenizer."""
+    """Records the start of the run; commits tokenizer, base model and reference unless they are
+    committed; returns the tokenizer.
+    """
     await asyncio.to_thread(_keep_start, session.run)
     tokenizer = await prepare_tokenizer(session)
     base = await prepare_model(session, tokenizer=tokenizer.ref)
@@ -212,7 +218,7 @@ def _keep_start(run: Run) -> None:
 
 
 async def begin_rl(session: stages.Session) -> int:
-    """Prepares the phase; the first iteration that is to do.
+    """Prepares the phase; returns its first iteration that is not committed.
 
     UserError when the SFT before it is not complete.
     """
@@ -233,8 +239,9 @@ async def begin_rl(session: stages.Session) -> int:
 
 
 async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:
-    """The reason not to go on with a phase after so many segments or iterations; empty: go on, or
-    there is nothing left to do."""
+    """The reason not to go on with a phase after so many segments or iterations; empty when it goes
+    on, or is complete.
+    """
     return await asyncio.to_thread(reason_to_stop, session.run, phase, num_committed)
 
 
@@ -259,7 +266,8 @@ async def _enter(stack: contextlib.AsyncExitStack, config: PipelineConfig) -> st
 
 async def _show(name: str, message: str) -> None:
     """Sets the name and message of this flow run's state, for display only: a process that cannot
-    reach the server waits all the same."""
+    reach the server waits all the same.
+    """
     get_run_logger().info("%s: %s", name, message)
     with only_shown():
         async with get_client() as client:

@@ -70,7 +70,9 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
 
 
 async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
-    """The tokenizer of the run and the data of its SFT, committed, as the base model is."""
+    """Returns the tokenizer of the run and the data of its SFT; these and the base model are
+    committed.
+    """
     is_complete, has_base = await asyncio.to_thread(lambda: (session.run.sft_complete, session.run.has_base))
     if not is_complete:
         session.tracker.begin("sft")
@@ -85,8 +87,9 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
 
 
 async def evaluate_sft(session: Session) -> None:
-    """Evaluates the base model and what SFT made of it, where no RL comes that
-    evaluates what it starts from."""
+    """Evaluates the base model and the policy after SFT, where no RL follows, which would evaluate
+    its start.
+    """
     run, config = session.run, session.config
     if (
         config.rl.num_iterations

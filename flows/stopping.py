@@ -1,5 +1,6 @@
-"""Ends a command on a signal: once, in one line, and within END_S whatever a store or a server
-answers."""
+"""Ends a command on a signal: once, in one line, and within END_S even if a store or a server does
+not answer.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from typing import Any, NoReturn, TypeVar
 
 from flows.printing import echo
 
-END_S = 75.0  # giving back what a run holds takes seconds, up to a minute while the store is away
+END_S = 75.0  # to release a run takes seconds, up to a minute while the store is away
 _bound = threading.Event()
 Result = TypeVar("Result")
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """Raised on SIGTERM, which ends a command as Ctrl-C does."""
 
 
 def bound_end(number: int) -> None:
-    """Ends this process in END_S, in one line, should it not have ended by then: nobody can cut
-    short a thread that waits for an answer. Nothing is lost by that, as by no kill; its children
-    end with it, and the next start sees that it is gone. Again changes nothing.
+    """Ends this process after END_S, in one line, if it has not ended by then: a thread that waits
+    for an answer cannot be interrupted. Nothing is lost by that, as by any kill; its children end
+    with it, and the next start sees that it is gone. A second call does nothing.
     """
     if _bound.is_set():
         return
@@ -47,9 +48,10 @@ def bound_end(number: int) -> None:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM in the body is Terminated, SIGINT KeyboardInterrupt, and a second one
-    is not heard. Without a handler SIGTERM would end the process without a word,
-    and without giving back the run."""
+    """Raises Terminated on SIGTERM in the body, KeyboardInterrupt on SIGINT, and ignores further
+    ones. Without a handler SIGTERM would end the process without a message, and without releasing
+    the run.
+    """
     before = _handlers()
 
     def stop(number: int, _frame: object) -> NoReturn:
@@ -66,8 +68,9 @@ def terminable() -> Iterator[None]:
 
 def run_unless_stopped(steps: Coroutine[Any, Any, Result]) -> Result:
     """Returns the coroutine's result; Terminated after SIGTERM, KeyboardInterrupt after SIGINT,
-    once it has freed what it held. Signals after the first are ignored: they would end the
-    freeing."""
+    once it has released what it held. Signals after the first are ignored: they would interrupt the
+    release.
+    """
     before, stopped = _handlers(), list[int]()
 
     async def whole() -> Result:
@@ -101,13 +104,16 @@ def _said(number: int) -> KeyboardInterrupt:
 
 
 def bounding(number: int, _frame: object) -> None:
-    """Python's handler of a signal that the event loop hears: should the loop hear nothing any
-    more, the process ends all the same."""
+    """Python's handler of a signal that the event loop handles too: if the loop is blocked, the
+    process still ends.
+    """
     bound_end(number)
 
 
 def unheard(*_: object) -> None:
-    """Unlike SIG_IGN it is not handed on to the programs that this process starts."""
+    """Ignores a signal. Unlike SIG_IGN it is not inherited by the programs that this process
+    starts.
+    """
 
 
 def _handlers() -> dict[int, Any]:

@@ -1,5 +1,6 @@
 """The output of a run on the terminal: a bar, a line per segment or iteration, and warnings and
-errors. The log folder has all of it."""
+errors. The log folder has all of it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def log_to(folder: Path) -> None:
-    """Sends what is logged from now on to the terminal, without tracebacks, and with them to
-    `flows.log` in the folder."""
+    """Sends further log lines to the terminal, without tracebacks, and with them to `flows.log` in
+    the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     terminal, file = logging.StreamHandler(sys.stderr), logging.FileHandler(folder / LOG_NAME, delay=True)
     terminal.setFormatter(OneLine())
@@ -47,14 +49,15 @@ def log_to(folder: Path) -> None:
 
 
 def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
-    """A progress bar on stderr; a log that is no terminal gets the lines only."""
+    """A progress bar on stderr; without a terminal, only the lines are written."""
     # disable=None: only where stderr is no terminal
     return tqdm(total=total, initial=done, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True)
 
 
 def say(line: str) -> None:
-    """A line above the bars, and in the log of the flow run; a
-    worker's terminal has it from the log."""
+    """Prints a line above the bars, and logs it in the flow run; on a worker's terminal it comes
+    from the log.
+    """
     if not of_deployment():
         echo_above(line)
     get_run_logger().info(line)
@@ -62,9 +65,10 @@ def say(line: str) -> None:
 
 @functools.cache
 def of_deployment() -> bool:
-    """True when this process does a deployment's flow run, the only one that it does. The result is
-    cached: without a deployment, Prefect asks its server every time. The first to ask is the
-    outermost flow, whose row on the server is there."""
+    """True when this process runs a deployment's flow run, the only flow run of such a process. The
+    result is cached: without a deployment, Prefect asks its server every time. The outermost flow
+    asks first; its row exists on the server by then.
+    """
     return bool(deployment.id)
 
 
@@ -78,7 +82,7 @@ def segment_line(segment: int, step: int, metrics: Metrics) -> str:
 
 
 def iteration_line(record: IterationRecord) -> str:
-    """One line of what somebody watching wants to know."""
+    """One line on an iteration for a person who watches the run."""
     metrics = record.metrics
     line = (
         f"RL iteration {record.iteration:3d}  reward {metrics['rollout/reward_mean']:.3f}  pass"
@@ -94,7 +98,7 @@ def iteration_line(record: IterationRecord) -> str:
 
 
 def _dropped(metrics: Metrics) -> str:
-    """Why groups were dropped. Example: (low_reward 4, zero_std_0.0 2)."""
+    """The reasons why groups were dropped, with counts. Example: (low_reward 4, zero_std_0.0 2)."""
     prefix = "rollout/groups_dropped_"
     reasons = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
     return f" ({', '.join(f'{reason} {count}' for reason, count in reasons.items())})" if reasons else ""

@@ -1,5 +1,6 @@
-"""The view of a run in Prefect: artifacts of its flow runs, the states that they end in, and the
-report. A fault in it never ends the run."""
+"""The view of a run in Prefect: artifacts of its flow runs, their final states, and the report. A
+fault in it never ends the run.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ prefect.states.format_exception = printable_exception
 
 @contextlib.contextmanager
 def only_shown() -> Iterator[None]:
-    """The body tells the Prefect server something to look at. What the server does not take within
-    seconds costs a warning."""
+    """Marks the body's calls to the Prefect server as for display only: a call that fails, or takes
+    longer than seconds, costs a warning.
+    """
     try:
         with hurrying():
             yield
@@ -74,8 +76,9 @@ def only_shown() -> Iterator[None]:
 
 
 async def publish_iteration(session: Session, record: IterationRecord) -> None:
-    """Artifacts of the iteration's flow run: the reward so far and all
-    metrics, and some of its rollouts."""
+    """Publishes artifacts of the iteration's flow run: the reward so far and all metrics, and some
+    of its rollouts.
+    """
     name, title = f"{_key(session)}-{record.iteration:05d}", f"# {session.run.name}, iteration {record.iteration}"
     metrics = [f"| {metric} | {value:.6g} |" for metric, value in sorted(record.metrics.items())]
     line = _preformatted([iteration_line(record)])
@@ -89,8 +92,9 @@ async def publish_iteration(session: Session, record: IterationRecord) -> None:
 
 
 async def _link(key: str, address: str) -> None:
-    """An artifact that leads to all groups and rollouts of the iteration, where the config says at
-    which address they are shown."""
+    """An artifact with a link to all groups and rollouts of the iteration, where the config names
+    the address at which they are shown.
+    """
     if address:
         with only_shown():
             await acreate_link_artifact(
@@ -106,7 +110,7 @@ def track_data(session: Session, use: str) -> None:
 
 @contextlib.contextmanager
 def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationRecord], Awaitable[None]]]:
-    """Shows the iterations while they are committed: a bar, a line each, the curve; and the
+    """Shows iterations as they are committed: a bar, a line each, the curve; and sends the
     tracker's metrics.
 
     Yields the function to call with the record of every further iteration. The curve is one
@@ -134,8 +138,9 @@ def watch(session: Session, num_committed: int) -> Iterator[Callable[[IterationR
 
 
 async def _show(key: str, markdown: list[str], description: str, before: UUID | None = None) -> UUID | None:
-    """The id of an artifact of the flow run: `before`, drawn again, or a new one; None where the
-    server did not take it."""
+    """The id of an artifact of the flow run: `before`, updated, or a new one; None where the server
+    did not accept it.
+    """
     text = printable("\n".join(markdown))
     with only_shown():
         if before is None:
@@ -151,11 +156,11 @@ def _curve(record: IterationRecord) -> str:
 
 
 def _rollout_tables(session: Session, record: IterationRecord) -> list[str]:
-    """Groups from all over the batch, each with its prompt, its reference
-    answer and a table of its rollouts.
+    """Groups spread over the batch, each with its prompt, its reference answer and a table of its
+    rollouts.
 
-    It is markdown: of the two UIs of Prefect one reads the cells of a table artifact as markdown
-    and hides tags, one does not.
+    As markdown: one of Prefect's two UIs reads the cells of a table artifact as markdown and hides
+    tags, the other does not.
     """
     groups = trained_groups(session.run, record)
     count = max(1, ROLLOUTS_SHOWN // len(groups[0].rollouts)) if groups else 1
@@ -178,17 +183,19 @@ def _group_table(group: TrainedGroup) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Markdown that shows a text as it is, tags and stars included, on one line; of a long one the
-    beginning and the end."""
+    """Markdown that shows a text as it is, tags and stars included, on one line; of a long text the
+    beginning and the end.
+    """
     if len(text) > TEXT_MAX:
         text = f"{text[: TEXT_MAX // 2]} ... {text[-TEXT_MAX // 2 :]}"
     return PUNCTUATION.sub(r"\\\g<0>", text.translate(CONTROL))
 
 
 class RunReport(TypedDict, total=False):
-    """The result of `post-train`: where everything is, why the run was stopped (where it was), and
-    in how many iterations nothing was trained (where there were any). A run stopped in SFT has no
-    policy."""
+    """The result of `post-train`: the addresses of everything, the reason why the run was stopped
+    (where it was), and the number of iterations in which nothing was trained (where there were
+    any). A run that was stopped in SFT has no policy.
+    """
 
     run: str
     policy: str
@@ -200,8 +207,8 @@ class RunReport(TypedDict, total=False):
 
 
 async def publish_report(session: Session, total: int) -> RunReport:
-    """Draws the curves of `total` committed iterations, tracks and registers their
-    policy; returns where everything is.
+    """Draws the curves of `total` committed iterations, tracks and registers their policy; returns
+    the addresses of everything.
 
     A policy that RL has not changed is not registered.
     """
@@ -210,7 +217,7 @@ async def publish_report(session: Session, total: int) -> RunReport:
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
     ref, manifest = await asyncio.to_thread(run.policy, total)
-    if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # fewer iterations are planned now than were done
+    if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # the plan is shorter than the committed run
         await restore_policy(session, version=total)
     folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
     compared, evaluated = await asyncio.to_thread(lambda: (before_after(run, total), evaluations(run, total)))
@@ -244,7 +251,8 @@ def untrained_so_far(run: Run, total: int) -> Untrained:
 
 async def publish_evaluation(session: Session, before: str) -> list[str]:
     """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a
-    person who is asked before something."""
+    person who must approve the next phase.
+    """
     run, done = session.run, session.run.num_done("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
     lines = (
@@ -263,19 +271,19 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
 
 
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
-    """Returns a flow's data at its end, in a state that says why there is no more, or that there
+    """Returns a flow's data at its end, in a state that says why the phases ended, or that there
     was nothing to do.
 
     `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingTrained`: RL is
-    complete, and in no iteration was anything kept to train. `NothingToTrain`: all of them was
-    committed before this start.
+    complete, and no iteration kept anything to train. `NothingToTrain`: everything was committed
+    before this start.
     """
     session.tracker.stopped = reason
     if reason:
         context = FlowRunContext.get()
         if (
             context is None or context.flow_run is None or context.flow_run.parent_task_run_id is None
-        ):  # else the outer flow says it too
+        ):  # else the outer flow reports it too
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
     skipped = await asyncio.to_thread(
@@ -296,7 +304,7 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
 
 
 def _key(session: Session) -> str:
-    """The run's name as Prefect takes it in keys of artifacts."""
+    """The run's name in the form of Prefect's artifact keys."""
     return session.run.name.lower().replace("_", "-").replace(".", "-")
 
 

@@ -1,9 +1,9 @@
-"""A flow run whose row is gone from Prefect's server (somebody deleted it) works on, with a
-warning: what it does is in the store.
+"""A flow run whose row was deleted from Prefect's server works on, with a warning: its results are
+in the store.
 
 Prefect ends such a flow run with ObjectNotFound where it sets its next state, and with a refusal
-where it begins a flow run inside of it. Here the state is taken as set, and the inner flow run
-begins without the outer one. Deleting a flow run so does not stop it; cancelling it does.
+where it begins a flow run inside of it. Here the state counts as set, and the inner flow run begins
+without the outer one. So to delete a flow run does not stop it; to cancel it does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from prefect.client.schemas.objects import Constant, FlowRunResult, Parameter, S
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.exceptions import ObjectNotFound
 
-CONFLICT = 409  # the row that a new one would belong to is not there
+CONFLICT = 409  # the row that a new one refers to does not exist
 log = logging.getLogger(__name__)
 set_flow_run_state, create_task_run = PrefectClient.set_flow_run_state, PrefectClient.create_task_run
 
 
 async def set_state(self: PrefectClient, flow_run_id: UUID | str, state: State[Any], force: bool = False) -> Any:
-    """Sets the state of a flow run; one whose row is gone has it all the same."""
+    """Sets the state of a flow run; if its row is gone, the state counts as set."""
     try:
         return await set_flow_run_state(self, flow_run_id, state, force)
     except ObjectNotFound:
@@ -36,7 +36,7 @@ async def set_state(self: PrefectClient, flow_run_id: UUID | str, state: State[A
 
 
 class TaskRunFields(TypedDict, total=False):
-    """What Prefect may say of a new task run, beside its task and its place in a flow run."""
+    """The optional fields of a new task run, beside its task and its place in a flow run."""
 
     id: UUID | None
     name: str | None
@@ -52,8 +52,9 @@ async def begin_inside(
     dynamic_key: str,
     **fields: Unpack[TaskRunFields],
 ) -> TaskRun:
-    """The task run by which a flow run belongs to the one around it; to none
-    where the row of that one is gone."""
+    """The task run that links a flow run to its outer one; without the link where the row of the
+    outer one is gone.
+    """
 
     async def begin(inside: UUID | None) -> TaskRun:
         return await create_task_run(
@@ -86,7 +87,7 @@ async def _is_there(client: PrefectClient, flow_run_id: UUID) -> bool:
 
 @functools.cache
 def warn(flow_run_id: str) -> None:
-    """Says it once for each flow run."""
+    """Logs a warning, once for each flow run."""
     log.warning(
         "flow run %s is gone from Prefect's server: it was deleted. The run goes on, and what the UI shows of it ends"
         " here (to stop a run, cancel it)",

@@ -1,8 +1,8 @@
-"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when
-its result was committed before.
+"""Every stage as a Prefect task: named, timed, retried; shown as `Cached` when its result was
+committed before.
 
-And the task start_service: a node of the trainer gang, or of the
-engines, as a run of its deployment.
+And the task start_service, which starts the trainer processes, or the engines, of a node as a run
+of their deployment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlpipe.stored import importing, remaking
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0
-FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Away)  # asking again changes nothing
+FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Away)  # a retry would fail again
 
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
@@ -54,7 +54,7 @@ def _task(
     @task(
         name=verb,
         description=function.__doc__,
-        # by which a team limits how many run at once, in all runs (docs/cluster.md)
+        # tags that limit how many run at once, in all runs (docs/cluster.md)
         tags={f"stage:{verb}"},
         task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
         retries=RETRIES,
@@ -79,8 +79,9 @@ def _task(
 
 
 def _run_name(verb: str, arguments: dict[str, Any]) -> str:
-    """Examples: "generate 00012 round 0 shard 3", and where there is
-    nothing to count "prepare tokenizer"."""
+    """The name of a task run. Examples: "generate 00012 round 0 shard 3", and without numbers
+    "prepare tokenizer".
+    """
     words = [verb]
     words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
     words += [
@@ -114,8 +115,9 @@ evaluate = _task(evaluation.evaluate)
 
 
 def service_starter(config: PipelineConfig) -> StartService:
-    """Returns the function with which a session asks for a run's services: it makes sure that one
-    of a kind is under way on a node, and replaces a lost one."""
+    """Returns the function with which a session requests a run's services: it makes sure that a
+    service of a kind runs on a node, and replaces a lost one.
+    """
     lock = asyncio.Lock()  # shards ask at the same time
 
     async def start(kind: str, node: int, lost: bool) -> None:
@@ -146,7 +148,7 @@ def service_starter(config: PipelineConfig) -> StartService:
 async def _start_service(config: PipelineConfig, kind: str, node: int, tag: str) -> None:
     part = {"trainer": config.trainer, "engines": config.engines}[kind]
     parameters = {"store": config.store, "run": config.run, "node": node, kind: part.model_dump(mode="json")}
-    name = f"serve-{kind} {config.run} node {node}"  # readable while it waits for room, too
+    name = f"serve-{kind} {config.run} node {node}"  # readable, also while it waits for room
     await run_deployment(  # pyright: ignore[reportGeneralTypeIssues]
         part.deployment_of(kind), flow_run_name=name, parameters=parameters, timeout=0, tags=[tag]
     )

@@ -1,5 +1,5 @@
-"""Anthropic's messages: a call is read as the chat completion that asks the same, and its reply
-written in their form.
+"""Anthropic's messages API: a call is read as the equal chat completion request, and its reply is
+written in Anthropic's form.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AnthropicWire:
     """POST /v1/messages."""
 
     def read(self, body: Any) -> ChatRequest:
-        """The request; ChatRefused names the field that cannot be done."""
+        """The request; ChatRefused names the field that is not supported."""
         body = checked_body(body, {"thinking": dict, "tool_choice": dict, "tools": list, "messages": list})
         if not all(isinstance(tool, dict) for tool in body.get("tools") or []):
             raise _invalid("tools", "must be a list of objects with a name and an input_schema")
@@ -138,8 +138,8 @@ class AnthropicWire:
 
 
 def _turned(message: Any) -> list[Message]:
-    """A message as chat completions have it: the results of tools are messages of their own, before
-    what the user says with them.
+    """A message in the form of chat completions: results of tools are messages of their own, before
+    the user's text beside them.
     """
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):

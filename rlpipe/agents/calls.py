@@ -1,8 +1,8 @@
-"""Finds the call that a request repeats: a client that got no reply sends its call again, and is
-given the reply of that call.
+"""Calls that a request repeats: a client that got no reply sends its call again, and gets the reply
+of that call.
 
-Clients say how often they sent a call before (`x-stainless-retry-count`: OpenAI's and Anthropic's),
-not which of several that say the same.
+Clients send the number of times that they sent a call before (`x-stainless-retry-count`: OpenAI's
+and Anthropic's), but not which of several equal calls it is.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ COUNT_DIGITS_MAX = 9
 
 @dataclass(frozen=True, eq=False)
 class SentRequest:
-    """A request as it came over the wire."""
+    """A request as it was sent."""
 
-    said_sha256: bytes  # of its route and body: what is sent again is the same to the byte
+    said_sha256: bytes  # of its route and body: a repeated request has the same bytes
     num_before: int  # how often its client has sent it before
-    key: str  # by which its client knows the call; perhaps empty
+    key: str  # the client's key of the call; may be empty
     transport: asyncio.Transport | None
 
     @property
     def is_listening(self) -> bool:
-        """True when its client still listens, as far as is known."""
+        """True while the connection of its client is open, as far as is known."""
         return self.transport is not None and not self.transport.is_closing()
 
 
 @dataclass(eq=False)
 class SentCall:
-    """A call of an agent, however often its client has sent it."""
+    """A call of an agent, even if its client has sent it several times."""
 
     answering: asyncio.Task[GivenReplies]
     newest: SentRequest
     is_given: bool = False  # its reply was written whole, to a client that listened
 
     def given_to(self, sending: SentRequest) -> None:
-        """Notes that this sending of it has its reply."""
+        """Records that this sending of the call has got its reply."""
         self.is_given = self.is_given or sending is self.newest
 
 
@@ -56,9 +56,9 @@ class SentCalls:
         self._calls: defaultdict[bytes, list[SentCall]] = defaultdict(list)
 
     def call(self, sending: SentRequest, answer: Callable[[], asyncio.Task[GivenReplies]]) -> SentCall:
-        """The call that a request makes, or makes again.
+        """The call that a request makes, or repeats.
 
-        A new one is begun to be answered; it is forgotten when it is refused.
+        Starts to answer a new call; it is forgotten when it is refused.
         """
         alike = self._calls[sending.said_sha256]
         if (call := _repeated(alike, sending)) is not None:
@@ -83,11 +83,11 @@ def sending_of(request: web.Request, body: bytes) -> SentRequest:
 
 
 def _repeated(alike: list[SentCall], sending: SentRequest) -> SentCall | None:
-    """The call that a request repeats, of those that say the same; None when it repeats none. With
-    a key it is the call with that key. Else it is one of those that were sent less often:
+    """The call that a request repeats, of the equal ones; None when it repeats none. With a key it
+    is the call with that key. Else it is one of those that were sent less often:
 
-    - one whose client has hung up before it had the reply, then one whose client waits (it may have
-      hung up unseen), then one whose reply was given,
+    - first one whose client has hung up before it had the reply, then one whose client waits (it
+      may have hung up unseen), then one whose reply was given,
     - of these the one that was sent most often, then the oldest of those that wait, the newest of
       those that were given.
     """

@@ -1,12 +1,12 @@
-"""OpenAI's chat completions on the wire: what an agent asks, as a record, and the message that a
+"""OpenAI's chat completions on the wire: an agent's request as a record, and the message that a
 completion becomes.
 
-Messages are kept in one form: {"role", "content"} with text, of the assistant perhaps with
-"tool_calls" whose arguments are parsed, of a tool with "tool_call_id". Two messages that say the
-same are then equal, however their JSON was written.
+Messages are kept in one form: {"role", "content"} with text, for the assistant perhaps with
+"tool_calls" whose arguments are parsed, for a tool with "tool_call_id". So equal messages compare
+equal, however their JSON was written.
 
-A tool call stands in a completion as Hermes and Qwen write it: <tool_call>{"name": ...,
-"arguments": {...}}</tool_call>.
+A tool call is written in a completion as by Hermes and Qwen: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MODEL = "policy"
 CHOICES_MAX = 128
 CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# what would change which tokens are likely, and so be trained on as if the policy had chosen freely
+# fields that change the probabilities of tokens: training would take them for the policy's own
 REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "prediction")
 
 
 class ChatRefused(Exception):
-    """A call that is answered with an error. No client tries it again."""
+    """Raised for a call that is answered with an error. No client tries it again."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -42,8 +42,9 @@ class ChatRefused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """The request of one call. Its sampling settings (temperature, top_p, seed) are not in it: the
-    run sets them."""
+    """The request of one call. Its sampling settings (temperature, top_p, seed) are left out: the
+    run sets them.
+    """
 
     model: str
     messages: Messages
@@ -57,7 +58,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """The request in a JSON body; ChatRefused names the field that cannot be done."""
+    """The request in a JSON body; ChatRefused names the field that is not supported."""
     body = checked_body(body, {"stream_options": dict, "messages": list})
     for name in REFUSED:
         if body.get(name):
@@ -92,7 +93,7 @@ def read_request(body: Any) -> ChatRequest:
 
 
 def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:
-    """The body, an object whose fields are of these kinds, or null, or not there; ChatRefused."""
+    """The body, an object whose fields are of these types, null, or absent; ChatRefused."""
     if not isinstance(body, dict):
         raise _invalid("body", "must be a JSON object")
     _read("body", reading.check_depth, body)
@@ -103,7 +104,7 @@ def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:
 
 
 def read_message(message: Any, where: str) -> Message:
-    """A message in the one form; ChatRefused when it is none, or holds more than text."""
+    """A message in the one form; ChatRefused when it is not a message, or holds more than text."""
     whole = _read(where, reading.read_message, message)
     if (role := ROLES.get(whole["role"])) is None:
         raise _invalid(where, f"needs a role, one of {', '.join(ROLES)}")
@@ -116,8 +117,9 @@ def read_message(message: Any, where: str) -> Message:
 
 
 def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], str]) -> Message:
-    """The assistant's message of a completion, in the one form. Text that is no call of a tool of
-    the request stays text."""
+    """The assistant's message of a completion, in the one form. Text that calls none of the
+    request's tools stays text.
+    """
     names = [tool["function"]["name"] for tool in request.tools] if request.calls_tools else []
     calls: list[ToolCall] = []
     for number, written in enumerate(_written_calls(text) if names else ()):
@@ -137,8 +139,9 @@ def assistant_message(text: str, request: ChatRequest, new_id: Callable[[int], s
 
 
 def on_the_wire(message: Message) -> Message:
-    """An assistant's message as OpenAI's clients read it:
-    arguments are text, no content is null."""
+    """An assistant's message as OpenAI's clients read it: arguments are text, content is never
+    null.
+    """
     calls = [
         {**call, "function": {**call["function"], "arguments": json_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", [])
@@ -151,12 +154,12 @@ def on_the_wire(message: Message) -> Message:
 
 
 def json_text(value: Any) -> str:
-    """A value on the wire. ValueError where it would be JSON for Python alone."""
+    """The JSON text of a value. ValueError for values that only Python's JSON has, such as NaN."""
     return json.dumps(value, allow_nan=False)
 
 
 def as_text(message: Message) -> Message:
-    """A message for a chat template that knows no tool calls: they are written into its content."""
+    """A message for a chat template without tool calls: they are written into its content."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
     return {
         "role": message["role"],
@@ -165,15 +168,16 @@ def as_text(message: Message) -> Message:
 
 
 def _own_call(call: ToolCall) -> ToolCall:
-    """A call with nothing but what the one form has."""
+    """A call with only the fields of the one form."""
     function = call["function"]
     named: CalledFunction = {"name": function["name"], "arguments": function["arguments"]}
     return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
 
 def _written_calls(text: str) -> Iterator[str]:
-    """The texts in <tool_call>{...}</tool_call>, in order. Every character is looked at once or
-    twice, whatever the text is."""
+    """The texts in <tool_call>{...}</tool_call>, in order. Each character is read once or twice,
+    whatever the text.
+    """
     end = 0
     while begin := CALL_BEGINS.search(text, end):
         ends = CALL_ENDS.search(text, begin.end())
@@ -195,8 +199,9 @@ def _whole(name: str, value: Any, largest: int) -> int:
 
 
 def _read(name: str, read: Callable[[Any, str], Any], value: Any) -> Any:
-    """Returns the value that a reader of messages or tools makes of a field; ChatRefused where the
-    reader refuses it."""
+    """The value that a reader of messages or tools makes of a field; ChatRefused where the reader
+    refuses it.
+    """
     try:
         return read(value, name)
     except UserError as error:

@@ -1,9 +1,9 @@
 """The tokens of one rollout of an agent, as a tree: a node for each reply, a branch for each leaf.
 
-A call goes on from the node whose conversation it repeats: that node's tokens stay as they were
+A call continues the node whose conversation it repeats: that node's tokens stay as they were
 sampled, and only the new messages are encoded. Where it repeats none (the agent has rewritten its
-history, or the chat template does not let the conversation go on), a new branch begins, and the
-whole conversation is encoded as its prompt.
+history, or the chat template cannot continue the conversation), a new branch begins, and the whole
+conversation is encoded as its prompt.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from rlpipe.records.rollout import CUT_SHORT
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """The tokens after which a reply is sampled: a branch's prompt, and all that came after it so
-    far."""
+    """The tokens after which a reply is sampled: the prompt of a branch, and all tokens after it so
+    far.
+    """
 
     parent: Node | None  # none: a new branch
     prompt_tokens: list[int]
     prior: Completion  # unfinished
     policy_mask: bytes  # of the tokens of `prior`: 1 on those that were sampled
-    added: list[Messages]  # what each call of the branch brought, this one last
+    added: list[Messages]  # the new messages of each call of the branch, this one last
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A reply, and all before it."""
+    """A reply, and everything before it."""
 
     parent: Node | None
     messages: Messages  # of the conversation, the reply last
@@ -68,8 +69,9 @@ class ConversationTree:
     last: Node | None = None  # the newest reply; of several choices the first
 
     def context(self, request: ChatRequest, tokens_max: int) -> Context:
-        """Finds the branch that a call continues, or begins a new one. UserError when the chat
-        template refuses the conversation; TooLong when it has more than `tokens_max` tokens."""
+        """The context of a call: the branch that it continues, or a new one. UserError when the
+        chat template refuses the conversation; TooLong when it has more than `tokens_max` tokens.
+        """
         known = [node for node in list(self.nodes) if self._goes_on(node, request)]
         for node in sorted(known, key=lambda node: len(node.messages), reverse=True):
             news = request.messages[len(node.messages) :]
@@ -100,8 +102,9 @@ class ConversationTree:
         return Context(None, tokens, NOTHING_YET, b"", [request.messages])
 
     def _goes_on(self, node: Node, request: ChatRequest) -> bool:
-        """True when a call is the node's conversation and more. A reply that was cut off has no end
-        after which a message could come."""
+        """True when a call is the node's conversation and more. A truncated reply has no end after
+        which a message could follow.
+        """
         news = request.messages[len(node.messages) :]
         return (
             bool(news)
@@ -112,7 +115,7 @@ class ConversationTree:
         )
 
     def reply(self, request: ChatRequest, context: Context, sampled: Completion, message: Message) -> Node:
-        """The node of a reply: `sampled` is what came after its context."""
+        """Adds the node of a reply: `sampled` are the tokens after its context."""
         node = Node(
             context.parent,
             [*request.messages, message],
@@ -128,16 +131,16 @@ class ConversationTree:
 
     @property
     def branches(self) -> list[Node]:
-        """The replies that no other goes on from, in the order in which they were given."""
+        """The replies that no other reply continues, in the order in which they were given."""
         inner = {id(node.parent) for node in self.nodes}
         return [node for node in self.nodes if id(node) not in inner]
 
 
 def masks_of_each_reply_once(branches: list[Node]) -> list[bytes]:
-    """The masks of branches, in which each reply is in one: 0 on those that a branch before it has
-    too.
+    """The masks of branches, in which each reply has mask 1 in one branch only: 0 in each later
+    branch that shares it.
 
-    They are at its beginning: branches of a tree have the same replies up to where they part.
+    Shared replies are at the beginning: branches have the same replies up to where they part.
     """
     masks: list[bytes] = []
     masked: set[int] = set()

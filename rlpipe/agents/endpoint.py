@@ -29,7 +29,7 @@ from rlpipe.records.messages import strict_json
 
 BODY_BYTES_MAX = 64 << 20
 BACKLOG = 1024
-KEEP_ALIVE_S = 10.0  # a stream whose reply is not there yet says so
+KEEP_ALIVE_S = 10.0  # between comments on a stream that waits for its reply
 SHUTDOWN_S = 2.0
 CHAT, MESSAGES = "/{rollout}/v1/chat/completions", "/{rollout}/v1/messages"
 Wire = OpenAiWire | AnthropicWire
@@ -67,7 +67,9 @@ class AgentEndpoint:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
     async def start(self, address: str) -> None:
-        """Listens on a free port of `address`; UserError when that is none of this machine."""
+        """Listens on a free port of `address`; UserError when it is not an address of this
+        machine.
+        """
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, address, 0, backlog=BACKLOG).start()
@@ -83,7 +85,7 @@ class AgentEndpoint:
 
     @contextlib.contextmanager
     def open(self, rollout: AgentRollout) -> Iterator[Door]:
-        """A rollout's door, until the end of the `with`: from then on its key is refused."""
+        """Yields the address and key of a rollout; after the `with` its key is refused."""
         number, key = str(next(self._numbers)), secrets.token_urlsafe(24)
         self._guests[number] = _Guest(rollout, key, SentCalls())
         try:
@@ -93,8 +95,8 @@ class AgentEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """401 to whoever has no key of a rollout that runs, an error in the shape of the route to
-        what is refused.
+        """Answers 401 without the key of a running rollout, and refusals as an error in the route's
+        form.
         """
         guest = self._guests.get(request.match_info.get("rollout", ""))
         try:
@@ -131,7 +133,7 @@ class AgentEndpoint:
         if wanted.stream:
             await asyncio.wait({call.answering}, timeout=KEEP_ALIVE_S)
             if call.answering.done():
-                call.answering.result()  # while a status can still say that it was refused
+                call.answering.result()  # a refusal must be known before the status is sent
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         else:
             # a client that hangs up does not end it
@@ -147,7 +149,9 @@ class AgentEndpoint:
 
 
 async def _events(wire: Wire, call: ChatRequest, answering: asyncio.Future[GivenReplies]) -> AsyncIterator[str]:
-    """The server-sent events of a reply, which begin when it is kept; comments until then."""
+    """The server-sent events of a reply, which begin once the reply is stored; comments until
+    then.
+    """
     while not answering.done():
         yield ": the reply is being sampled\n\n"
         await asyncio.wait({answering}, timeout=KEEP_ALIVE_S)

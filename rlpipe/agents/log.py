@@ -1,10 +1,10 @@
-"""The replies of a shard on their way: kept in the store before they are given, so that a process
+"""The replies to the agents of a shard in progress: stored before they are given, so that a process
 that takes over gives them again.
 
-A call that is kept, and whose agent ended before it was given, gets a second line, which has no
-completions: it is forgotten. They lie beside the shard, in `calls/<attempt>/<number>.jsonl`: what
-is to be kept at one time is one file. No manifest names them; `rlpipe gc` sweeps them once the
-shard is committed.
+A stored reply whose agent ended before it was given gets a second line, without completions: it is
+deleted in effect. The replies lie beside the shard, in `calls/<attempt>/<number>.jsonl`: replies
+that are stored at the same time are one file. No manifest names them; `rlpipe gc` deletes them once
+the shard is committed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Place = tuple[int, int]  # of a rollout in its shard: its group and its index th
 
 @dataclass(eq=False)
 class _Line:
-    """One call on its way to the store."""
+    """One call that waits to be written."""
 
     text: str
     is_kept: bool = False
@@ -49,7 +49,7 @@ class CallLog:
     def __init__(self, store: Store, folder: str) -> None:
         """`folder`: the shard's.
 
-        What earlier processes have kept there is read; StoreError when it cannot be.
+        Reads the replies that earlier processes have stored there; StoreError when that fails.
         """
         self.replies: defaultdict[Place, Replies] = defaultdict(dict)
         self._store = store
@@ -70,15 +70,15 @@ class CallLog:
                 self.replies[place].pop(call, None)
 
     async def keep(self, place: Place, call: CallKey, completions: list[Completion]) -> None:
-        """Returns when the replies to a call are in the store; those that come meanwhile go there
-        together. No completions: it is forgotten.
+        """Returns when the replies to a call are in the store; replies that wait at the same time
+        are written together. Without completions, the stored replies to the call are forgotten.
         """
         line = _Line(
             json.dumps({"rollout": place, "call": call, "completions": [_as_json(sampled) for sampled in completions]})
         )
         self._waiting.append(line)
         async with self._writing:
-            if line.is_kept:  # who had the lock before has written it too
+            if line.is_kept:  # the previous holder of the lock has written it too
                 return
             lines = [*self._waiting]
             key, self._num_files = f"{self._folder}/{self._attempt}/{self._num_files:06d}.jsonl", self._num_files + 1
@@ -86,7 +86,7 @@ class CallLog:
                 await asyncio.to_thread(self._store.put, key, "".join(f"{line.text}\n" for line in lines).encode())
                 for written in lines:
                     written.is_kept = True
-            finally:  # what was not written waits for the next call, but for the line of this one
+            finally:  # unwritten lines wait for the next call, except the line of this one
                 self._waiting = [other for other in self._waiting if not (other.is_kept or other is line)]
 
 

@@ -42,7 +42,7 @@ class OpenAiUsage(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    """A sampled token. `bytes`: its own, which may be no text by themselves."""
+    """A sampled token. `bytes`: its own, which may not be valid text alone."""
 
     token: str
     logprob: float
@@ -58,7 +58,7 @@ class OpenAiLogprobs(TypedDict):
 
 
 class OpenAiChoice(TypedDict):
-    """A choice, whole (`message`) or on its way (`delta`)."""
+    """A choice, whole (`message`) or in part (`delta`)."""
 
     index: int
     message: NotRequired[Message]
@@ -68,7 +68,7 @@ class OpenAiChoice(TypedDict):
 
 
 class OpenAiHead(TypedDict):
-    """The fields that a chat completion begins with, and every chunk of it."""
+    """The fields at the beginning of a chat completion, and of every chunk of it."""
 
     id: str
     object: str
@@ -109,8 +109,9 @@ class OpenAiWire:
         return {**_head(call, "chat.completion"), "choices": choices, "usage": _usage(answer)}
 
     def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
-        """Yields, for each choice, its message and then its `finish_reason`; at last the usage,
-        where it is wanted."""
+        """Yields, for each choice, its message and then its `finish_reason`; last the usage, where
+        the request wants it.
+        """
         head = _head(call, "chat.completion.chunk")
         for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True)):
             message = on_the_wire(node.messages[-1])

@@ -1,4 +1,4 @@
-"""Agents at work: the processes that run them, and the endpoint that they talk to."""
+"""The processes that run agents, and the endpoint that they talk to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULE = "rlpipe.agents.worker"
 
 
 class AgentFault(Exception):
-    """An agent failed its rollout.
+    """Raised when an agent failed its rollout.
 
     Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent.
     """
@@ -33,15 +33,15 @@ class AgentFault(Exception):
 
 @dataclass(frozen=True)
 class AgentOutcome:
-    """The outcome of a rollout, as its agent gives it; no reward where it gives none."""
+    """The outcome of a rollout, as its agent returns it; reward None where it returns none."""
 
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Agents:
-    """At most `rl.agents_max` agents at once, each in a process, started when first needed, from
-    here to `close`.
+    """Runs at most `rl.agents_max` agents at once, each in a process that is started when first
+    needed; `close` ends them.
     """
 
     def __init__(self, rl: RlConfig, tokenizer: ChatTokenizer) -> None:
@@ -54,7 +54,7 @@ class Agents:
             self._idle.put_nowait(child)
 
     async def run(self, rollout: AgentRollout, prompt: RewardPrompt) -> AgentOutcome:
-        """Runs the agent for one rollout, once more where it was killed; AgentFault.
+        """Runs the agent for one rollout, and again if it was killed; AgentFault.
 
         UserError when it cannot be loaded.
         """
@@ -78,7 +78,7 @@ class Agents:
         raise AgentFault("agent_crash", f"it was killed {TRIES_MAX} times ({', '.join(signals)})")
 
     def _ask(self, child: Child, prompt: RewardPrompt, door: Door) -> AgentAnswer:
-        """In the child's thread: what it answers."""
+        """The child's answer; called in its thread."""
         child.start()
         try:
             request: AgentRequest = {"prompt": prompt, "base_url": door.base_url, "api_key": door.api_key}
@@ -90,13 +90,13 @@ class Agents:
             return {"reason": "agent_timeout", "message": message}
 
     async def close(self) -> None:
-        """Kills the agents; whoever waits for one, or asks later, gets an EngineError."""
+        """Kills the agents; callers that wait for one, or call later, get an EngineError."""
         await asyncio.to_thread(self._children.close)
         await self._endpoint.close()
 
 
 def check_agent(rl: RlConfig) -> None:
-    """UserError when the agent cannot be loaded. In a process of its own, which imports it."""
+    """UserError when the agent cannot be loaded. It is imported in a process of its own."""
     with closing(_children(rl, 1)) as children:
         children.on_all(Child.start)
 

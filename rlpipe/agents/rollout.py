@@ -1,10 +1,10 @@
-"""One rollout of an agent: every call it makes is sampled by the pool, kept, and recorded as
+"""One rollout of an agent: every call of the agent is sampled by the pool, stored, and recorded as
 tokens.
 
-An agent that is started again is answered with what it was answered, as long as it asks the same: a
-call is known by the tokens that its reply comes after, and by how often they were asked for. A call
-ends with the agent that made it: one that was not answered by then is given up, and was never
-sampled.
+An agent that is started again gets its earlier replies again, as long as it makes the same calls: a
+call is identified by the tokens before its reply, and by the number of earlier calls with these
+tokens. Calls end with the agent that made them: one without a reply at that time is dropped, as if
+it had never been sampled.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 
 
 class CallKey(NamedTuple):
-    """A call: the hash of what its reply comes after, and how many
-    calls asked the same before it."""
+    """The identity of a call: the hash of the tokens before its reply, and the number of equal
+    calls before it.
+    """
 
     context_sha256: str
     repetition: int
@@ -44,8 +45,9 @@ Keep = Callable[[CallKey, list[Completion]], Awaitable[None]]  # no completions:
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings with which a rollout is sampled: `params` has its seed and its largest number of
-    tokens after the prompt."""
+    """The settings of a rollout's sampling: `params` has its seed and its largest number of tokens
+    after the prompt.
+    """
 
     prompt_id: str
     params: Sampling
@@ -55,7 +57,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class GivenReplies:
-    """The replies to one call, and the tokens that they come after."""
+    """The replies to one call, and the number of tokens before them."""
 
     nodes: list[Node]
     sampled: list[Completion]
@@ -71,7 +73,7 @@ class AgentRollout:
 
     def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
         self.terms = terms
-        self.failure: Exception | None = None  # no fault of the agent: the stage ends with it
+        self.failure: Exception | None = None  # not the agent's fault: the stage raises it
         self._pool = pool
         self._tokenizer = tokenizer
         self._kept = kept
@@ -79,23 +81,23 @@ class AgentRollout:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing was asked yet, and what was answered in an earlier try is there."""
+        """Starts a try: no calls yet; stored replies of an earlier try are kept."""
         self.conversation = ConversationTree(self._tokenizer)
         self.limit = ""  # the one that the last call was refused for
         self._num_refused = 0
         self._num_asked: Counter[str] = Counter()  # of calls that were not refused, as is
         self._num_completions = 0
-        self._calls: set[asyncio.Task[GivenReplies]] = set()  # that nobody has heard the end of
+        self._calls: set[asyncio.Task[GivenReplies]] = set()  # in progress
         self._sampling: dict[CallKey, asyncio.Task[list[Completion]]] = {}
         self._answered: set[CallKey] = set()
         self._over = asyncio.Event()  # the agent has ended: nothing of this try changes any more
 
     @contextlib.asynccontextmanager
     async def one_try(self) -> AsyncIterator[None]:
-        """One run of the agent.
+        """Runs the agent once, in the body.
 
-        At its end every call of it has ended, and what was not answered is asked of no engine, nor
-        kept.
+        At the end all of its calls have ended; those without a reply are sampled and stored no
+        more.
         """
         self._begin()
         try:
@@ -109,8 +111,8 @@ class AgentRollout:
                 await self._keep(key, [])
 
     def answer(self, request: ChatRequest) -> asyncio.Task[GivenReplies]:
-        """The replies to a call; ChatRefused, also when the agent ends before they are there, and
-        then it counts for nothing.
+        """The replies to a call. ChatRefused, also when the agent ends before them; then the call
+        does not count.
         """
         call = asyncio.create_task(self._answer(request))
         self._calls.add(call)
@@ -125,13 +127,13 @@ class AgentRollout:
         except (ChatRefused, asyncio.CancelledError):
             raise
         except Exception as error:
-            # whatever it is: the stage raises it, but for what nobody waits for
+            # any error: the stage raises it, unless the agent has ended
             self._check_goes_on()
             self.failure = error
         raise ChatRefused(503, "the run that samples has failed", "run_failed") from self.failure
 
     def _check_goes_on(self) -> None:
-        """ChatRefused when the agent has ended: a call may be read, encoded or sampled then."""
+        """ChatRefused when the agent has ended while a call is still read, encoded or sampled."""
         if self._over.is_set():
             raise ChatRefused(401, "the agent of this rollout has ended", "invalid_api_key")
 
@@ -175,8 +177,9 @@ class AgentRollout:
         return GivenReplies(nodes, sampled, len(context.prompt_tokens) + len(context.prior.tokens))
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
-        """Samples for a call, one completion a choice; they are kept before the agent gets any of
-        them."""
+        """Samples for a call, one completion a choice; they are stored before the agent gets any of
+        them.
+        """
         if key in self._kept:
             return self._kept[key]
         params = [
@@ -189,7 +192,7 @@ class AgentRollout:
         [completions] = await self._pool.generate([group], enough=self._over)
         self._check_goes_on()
         sampled = [_after(completion, len(context.prior.tokens)) for completion in completions]
-        self._kept[key] = sampled  # before: what could not be kept may be in the store all the same
+        self._kept[key] = sampled  # first: a failed write may be in the store all the same
         await self._keep(key, sampled)
         return sampled
 
@@ -206,8 +209,8 @@ class AgentRollout:
         return self._refusal(OUT_OF_TURNS, message, "turns_max")
 
     def _too_long(self) -> ChatRefused:
-        """The refusal of a conversation that leaves no token, whether it was encoded or is so long
-        that it need not be.
+        """The refusal of a conversation that leaves no token for a reply, whether it was encoded,
+        or is so long that it need not be.
         """
         terms = self.terms
         message = (
@@ -222,8 +225,8 @@ class AgentRollout:
 
     @property
     def finish_reason(self) -> str:
-        """Why the rollout ended, once its agent has: its last reply was cut off, or a limit refused
-        its last call; else "stop".
+        """The reason why the rollout ended, once its agent has: its last reply was truncated, or a
+        limit refused its last call; else "stop".
         """
         last = self.conversation.last
         is_cut = (
@@ -238,14 +241,14 @@ class AgentRollout:
 
 
 def _sha256(context: Context, request: ChatRequest) -> str:
-    """The hash of a call: of all that its samples depend on, except the rollout's seed."""
+    """The hash of a call: of everything that its samples depend on, except the rollout's seed."""
     tokens = np.array([*context.prompt_tokens, *context.prior.tokens], np.int32)
     request_text = f"{len(context.prompt_tokens)} {request.num_choices} {request.tokens_max} "
     return hashlib.sha256(request_text.encode() + tokens.tobytes()).hexdigest()
 
 
 def _after(completion: Completion, num_tokens: int) -> Completion:
-    """The part of a completion that was sampled after its first `num_tokens`."""
+    """The part of a completion after its first `num_tokens`."""
     tokens, logprobs = completion.tokens[num_tokens:], completion.rollout_logprobs[num_tokens:]
     # a call is sampled by the version that the pool serves, and no other
     spans = [(completion.spans[-1][0], len(tokens))]

@@ -54,7 +54,7 @@ class AgentRequest(TypedDict):
 
 @final
 class AgentEnd(TypedDict):
-    """The outcome that an agent gave at its end; reward null where it gave none."""
+    """The outcome that an agent returned; reward null where it returned none."""
 
     reward: float | None
     metrics: dict[str, float]
@@ -62,7 +62,7 @@ class AgentEnd(TypedDict):
 
 @final
 class AgentFailure(TypedDict):
-    """The fault of an agent: the reason, as AgentFault has it, and what a person reads."""
+    """The fault of an agent: the reason, as in AgentFault, and a message for a person."""
 
     reason: str
     message: str
@@ -70,7 +70,7 @@ class AgentFailure(TypedDict):
 
 @final
 class AgentKilled(TypedDict):
-    """The end of an agent that somebody killed."""
+    """The end of an agent that was killed."""
 
     signal: str
 
@@ -89,8 +89,8 @@ def load(hello: AgentHello) -> Loaded:
 
 
 def command_of(agent: str) -> list[str]:
-    """The command's words, its program as a path; UserError when that, or the script after it, is
-    not there. `python` is the one that runs this.
+    """The command's words, its program as a path; UserError when the program, or the script after
+    it, does not exist. `python` is the interpreter of this process.
     """
     words = shlex.split(agent)
     program = shutil.which(words[0], path=_path()) if words else None
@@ -109,8 +109,8 @@ def command_of(agent: str) -> list[str]:
 
 
 def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
-    """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key where
-    OpenAI's clients look for them.
+    """Runs the command for one rollout: it reads the prompt as JSON, and finds URL and key in the
+    variables of OpenAI's clients.
     """
     environment = {**os.environ, "PATH": _path(), **_settings(request)}
     process = subprocess.Popen(
@@ -120,7 +120,7 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # from us too: it cannot signal this process, which ends what it leaves behind
+        # apart from this process, which it cannot signal, and which ends what it leaves
         preexec_fn=seclude,
     )
     output, errors = _last_words(process, json.dumps(request["prompt"]).encode())
@@ -136,10 +136,9 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
 
 
 def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """The end of what a command wrote to stdout and stderr until it ended, TAIL_BYTES of each; it
-    reads what is `given`.
+    """The end of a command's stdout and stderr when it ended, TAIL_BYTES of each; it reads `given`.
 
-    What it started may hold the pipes longer, and write on: nobody waits for that.
+    Programs that it started may hold the pipes longer, and write on: they are not waited for.
     """
     assert process.stdin and process.stdout and process.stderr
     tails, left, rest = {process.stdout: b"", process.stderr: b""}, memoryview(given), REST_BYTES_MAX
@@ -189,8 +188,9 @@ def call(function: Callable[..., Any], request: AgentRequest) -> AgentAnswer:
 
 
 def outcome_of(said: Any) -> AgentEnd | AgentFailure:
-    """The outcome that an agent gives at its end: {"reward", "metrics"}, reward null where it gives
-    none; or the fault agent_invalid."""
+    """The outcome that an agent returns: {"reward", "metrics"}, reward null where it returns none;
+    or the fault agent_invalid.
+    """
     said = said if isinstance(said, dict) else {}
     reward, metrics = (said.get(name) for name in ("reward", "metrics"))
     given = Step(done=True, reward=0.0 if reward is None else reward, metrics={} if metrics is None else metrics)
@@ -202,7 +202,7 @@ def outcome_of(said: Any) -> AgentEnd | AgentFailure:
 
 
 def last_line(output: str) -> Any:
-    """The last line of a command's output as JSON; none where that is none."""
+    """The last line of a command's output as JSON; None where it is not JSON."""
     lines = output.strip().splitlines()
     try:
         return json.loads(lines[-1]) if lines else None

@@ -1,6 +1,5 @@
-"""Looks at what a config names before a run depends on it.
-
-It names a model, data, a tokenizer, rewards, filters and a machine.
+"""Checks of everything that a config names, before a run depends on it: a model, data, a tokenizer,
+rewards, filters and a machine.
 """
 
 from __future__ import annotations
@@ -43,12 +42,13 @@ from rlpipe.store.run import Run
 
 TEXT_CHARS_MAX = 60
 NEW_VOCABULARY = 320  # about: where a new tokenizer could not be made
-CONVERSATIONS_MAX = 64  # of each set of SFT are tried: a template treats the others alike
+CONVERSATIONS_MAX = 64  # of each set of SFT are tried: a template treats the others the same
 BAR_DELAY_S = 2.0
 
 
 class Content:
-    """The things that a config names. Each method looks at one, and returns a line on what it read.
+    """The things that a config names. Each method checks one, and returns a line about what it
+    read.
 
     UserError when it cannot be used.
     """
@@ -56,7 +56,7 @@ class Content:
     def __init__(self, config: PipelineConfig, runs: bool) -> None:
         self.config = config
         self.runs = runs
-        self.model_config: JsonDict | None = None  # of a model that is not here
+        self.model_config: JsonDict | None = None  # of a model that is not on this machine
         self.tried: TriedModel | None = None
         self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
@@ -64,12 +64,14 @@ class Content:
         self.prompts: dict[str, list[Prompt]] = {}
         self.conversations: dict[str, list[Talk]] = {}  # and of SFT
         self.roles: list[str] = []  # of the environment's messages
-        self.doubts: list[str] = []  # what will hardly be meant, said of what was looked at so far
+        self.doubts: list[str] = []  # settings that are hardly meant, found so far
         # completions that rewards are tried on, as they are once they were tokens
         self.heard: dict[str, str] = {}
 
     def model(self) -> str:
-        """The model's files are whole, and its config makes a model that they fit."""
+        """Checks that the model's files are complete, and that its config makes a model that they
+        fit.
+        """
         model = self.config.model
         if not self.runs and not expanded(model.path).is_dir():
             place, self.model_config = place_of_model(self.config)
@@ -81,13 +83,13 @@ class Content:
     def _tried(self, field: str, folder: Path, *, sized: bool, **named: object) -> TriedModel:
         """The model of a folder, tried in a process of its own.
 
-        `sized`: with what a plan counts.
+        `sized`: True for the sizes that a plan needs.
         """
         return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
 
     def reference(self, run: Run | None) -> str:
-        """The reference is a model that loads, with the vocabulary of the run; for a plan, as far
-        as it is here.
+        """Checks that the reference is a model that loads, with the vocabulary of the run; for a
+        plan, as far as its files are on this machine.
         """
         config, name = self.config, self.config.rl.reference
         folders = [expanded(path) for path in (name, config.model.path or ".")]
@@ -102,9 +104,10 @@ class Content:
         return f"reference: {label}"
 
     def memory(self) -> str:
-        """Lines on the memory, disk and hours that a run takes, by the model's shapes.
+        """Lines on the memory, disk and hours that a run needs, by the model's shapes.
 
-        The shapes are of its folder, of its config.json, or of the config where neither is here.
+        The shapes are those of its folder, of its config.json, or of the config where neither is on
+        this machine.
         """
         model = self.config.model
         stands_in = model.path and self.tried is None and self.model_config is None
@@ -127,7 +130,9 @@ class Content:
         return "\n".join([*lines, *([_stands_in_line(model.hidden_size * self.vocab_size)] if stands_in else [])])
 
     def trainer(self) -> str:
-        """The GPUs that child processes would train on are here, and a compiler for them."""
+        """Checks that the GPUs that trainer processes would use are on this machine, and a compiler
+        for them.
+        """
         trainer = self.config.trainer
         if trainer.place == "process":
             check_gpus("trainer.gpu_ids", trainer.gpu_ids)
@@ -136,8 +141,8 @@ class Content:
         return ""
 
     def engines(self) -> str:
-        """The GPUs of child processes that sample are here, and their interpreter has what they
-        run.
+        """Checks that the GPUs of engines are on this machine, and that their interpreter has the
+        packages that they run.
         """
         engines = self.config.engines
         if not (self.config.samples and self.config.engines_here):
@@ -146,7 +151,7 @@ class Content:
         return check_python(engines)
 
     def data_set(self, data: DataConfig) -> str:
-        """Reads one set, and keeps its rows for what is looked at after it."""
+        """Reads one set, and keeps its rows for later checks."""
         name, own_seed = label(data), data_seed(self.config.seed, data.name)
         if data.use == "sft":
             rows = self.conversations[name] = load_conversations(data, own_seed)
@@ -160,7 +165,7 @@ class Content:
         return f"{name}: {len(rows):,} rows of {data.source}, for example {example}"
 
     def leaks(self) -> Iterator[str]:
-        """A line for each evaluation set whose prompts are trained on."""
+        """A line for each evaluation set of which prompts are trained on."""
         trained = {question(talk.messages) for rows in self.conversations.values() for talk in rows}
         trained |= {question(row.messages) for rows in self._prompts_of("rl") for row in rows}
         for data in self.config.sets("evaluation"):
@@ -174,19 +179,19 @@ class Content:
 
     def validation(self) -> str:
         if len(self.conversations) < len(self.config.sets("sft")):
-            return ""  # the fault of a set that could not be read is known
+            return ""  # a set that could not be read is reported already
         _, kept = split_validation(self.conversations, self.config.sft.validation_fraction)
         return f"sft.validation_fraction: {len(kept):,} conversations are kept for validation"
 
     def tokenizer(self) -> str:
-        """The tokenizer loads, its template takes the data, and every prompt leaves room for a
-        completion.
+        """Checks that the tokenizer loads, that its template accepts the data, and that every
+        prompt leaves room for a completion.
         """
         config, model = self.config, self.config.model
         if model.path and not self.runs and not expanded(model.path).is_dir():
             return "tokenizer: not tried, the model is not here"
         if not model.path and not self.prompts:
-            return ""  # it is made of prompts: the fault of each set is known
+            return ""  # it is made from prompts: the fault of each set is reported already
         with tempfile.TemporaryDirectory() as scratch:
             folder = tokenizer_folder(config, self._prompts_of, Path(scratch))
             with closing(TokenizerTrial(folder, model)) as trial:
@@ -218,8 +223,10 @@ class Content:
         return f"tokenizer: {trial.vocab_size:,} tokens{self._room(lengths)}{lost}"
 
     def _room(self, lengths: dict[int, int]) -> str:
-        """Drops the prompts that are too long where a set says so, and says how long the others
-        are. `lengths`: tokens, by id of the row.
+        """Drops the prompts that are too long where their set says so, and reports the lengths of
+        the others.
+
+        `lengths`: tokens, by id of the row.
         """
         config, kept = self.config, []
         for use in ("rl", "evaluation"):
@@ -244,16 +251,16 @@ class Content:
     def _prompt_sets(self) -> list[tuple[DataConfig, list[Prompt]]]:
         """The data sets of RL and evaluation that could be read, with their prompts.
 
-        The faults of the others are known.
+        The errors of the others are reported already.
         """
         return [(data, self.prompts[label(data)]) for data in self.config.data if label(data) in self.prompts]
 
     def _prompts_of(self, use: str) -> list[list[Prompt]]:
-        """The same of one use, nothing in place of a set that could not be read."""
+        """The prompts of each set of one use; an empty list for a set that could not be read."""
         return [self.prompts.get(label(data), []) for data in self.config.sets(use)]
 
     def environment(self) -> str:
-        """The environment loads; whether the chat template can put its messages is tried with the
+        """Checks that the environment loads; its messages are tried on the chat template with the
         tokenizer.
         """
         rl = self.config.rl
@@ -261,12 +268,12 @@ class Content:
         return f"environment: {rl.environment}"
 
     def agent(self) -> str:
-        """The agent's program is there, or its function loads."""
+        """Checks that the agent's program exists, or that its function loads."""
         check_agent(self.config.rl)
         return f"agent: {self.config.rl.agent}"
 
     def rewards(self, uses: list[str], tried: bool) -> str:
-        """The rewards of these uses load, and score something of each set.
+        """Checks that the rewards of these uses load, and score a row of each set.
 
         `uses`: one or both; both are scored by the rewards of the first.
         """
@@ -298,20 +305,20 @@ class Content:
         return "\n".join(lines)
 
     def _trial_rows(self, uses: Sequence[str] = ("rl", "evaluation")) -> TrialRows:
-        """The rows of each set that rewards are tried on; none where an environment, or stored
-        rollouts, would have to be made up.
+        """The rows of each set that rewards are tried on; none where that would take an invented
+        environment, or invented stored rollouts.
         """
         rl = self.config.rl
         sets = [] if rl.environment or rl.agent or rl.rollouts_from else self._prompt_sets()
         return {label(data): [row.for_reward() for row in read[:ROWS_MAX]] for data, read in sets if data.use in uses}
 
     def _shown(self) -> list[str]:
-        """A completion that each set of SFT shows."""
+        """A completion from each set of SFT."""
         return [content_text(read[0].messages[-1]) for read in self.conversations.values()]
 
     def filters(self, tried: bool) -> str:
-        """The filters load, and answer as they must; not tried where an environment's answers would
-        have to be made up.
+        """Checks that the filters load, and return what they must; not tried where that would take
+        invented answers of an environment.
         """
         rl = self.config.rl
         filters = resolve_filters(rl.filters)
@@ -327,9 +334,9 @@ def label(data: DataConfig) -> str:
 
 
 def _stands_in_line(output_parameters: int) -> str:
-    """The line of a plan on figures by a shape that stands in for the model's.
+    """The line of a plan about figures from a shape that stands in for the model's.
 
-    Nobody knows whether the model's embeddings are tied.
+    The shape does not say if the model's embeddings are tied.
     """
     return (
         "  (by the shape in [model], as the model itself is not here: with an output layer of"

@@ -16,9 +16,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 CPU_TOKENS_MAX = 32768  # of the local engine, in all places of a bucket
 # a parameter: fp32 weight and gradient, and AdamW's two moments, each rank its rows
 SHARDED_BYTES = 16
-MOMENTS_BYTES = 8  # of these, which trainer.offload keeps on the host
-OFFLOADED_BYTES = 12  # of these: weight and moments, which colocated engines send to the host
-GPUS_GIB = (24, 48, 80, 141)  # that people have
+MOMENTS_BYTES = 8  # the part of it that trainer.offload keeps on the host
+OFFLOADED_BYTES = 12  # weight and moments: the part that goes to the host for colocated engines
+GPUS_GIB = (24, 48, 80, 141)  # of common GPUs
 GATHERED_LAYERS = 2  # the one that computes and the one that comes next
 
 
@@ -72,13 +72,15 @@ def adapter_lines(sizes: ModelSizes, width: int) -> list[str]:
 
 
 def peak_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
-    """The most that a training rank takes: in a pass, or in an update that fetches moments."""
+    """The most bytes that a training rank needs: in a pass, or in an update that fetches
+    moments.
+    """
     sharded, gathered, microbatch = training_bytes(config, sizes)
     return sharded + max(gathered + microbatch, _fetched_bytes(config, sizes))
 
 
 def share_of_rank(config: PipelineConfig) -> float:
-    """The part of a copy of the model that a rank has."""
+    """The fraction of a copy of the model that a rank holds."""
     return config.trainer.copies / (config.trainer.ranks * config.trainer.nodes)
 
 
@@ -89,7 +91,9 @@ def host_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
 
 
 def _fetched_bytes(config: PipelineConfig, sizes: ModelSizes) -> float:
-    """The parts of the moments that are on the device in an update: a parameter is never split."""
+    """The bytes of moments that are on the device at once in an update: a parameter is never
+    split.
+    """
     of_largest = 0 if sizes.adapter else sizes.largest * MOMENTS_BYTES * share_of_rank(config)
     return min(PARTS_HERE * max(PART_BYTES, of_largest), host_bytes(config, sizes))
 
@@ -108,7 +112,9 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 
 
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
-    """Bytes that a training rank takes: for its rows, for gathered layers, and for a microbatch."""
+    """The bytes that a training rank needs: for its rows, for gathered layers, and for a
+    microbatch.
+    """
     width = BYTES[config.model.dtype]
     # the reference is frozen, and of about the policy's size; with an adapter it is the policy
     # itself, but where it is named
@@ -142,7 +148,8 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
 
 def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     """The lines about the memory that trainer and engines share: what each holds in its turn, and
-    on which GPUs that fits."""
+    the GPUs on which that fits.
+    """
     trainer, engines, width = config.trainer, config.engines, BYTES[config.model.dtype]
     if not engines.colocate:
         return []
@@ -171,7 +178,7 @@ def _colocated_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
 
 
 def process_lines(config: PipelineConfig) -> list[str]:
-    """Every process: where it runs, on which GPUs."""
+    """A line for each process: where it runs, on which GPUs."""
 
     def device(gpu_ids: list[int], threads: int) -> str:
         return f"GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else f"CPU, {threads} threads"
@@ -233,8 +240,9 @@ def plan_lines(config: PipelineConfig) -> list[str]:
 
 
 def overlap_lines(rl: RlConfig) -> list[str]:
-    """The lines that say what runs side by side, and for each other `rl.overlap` what would, or
-    what forbids it."""
+    """The lines that say what runs at the same time, and for each other `rl.overlap` what would, or
+    what forbids it.
+    """
     meaning = {
         "none": "sampling and training take turns",
         "iteration": "iteration k + 1 is sampled while k is trained, by the policy that k starts from",

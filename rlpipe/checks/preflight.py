@@ -1,5 +1,5 @@
-"""Everything that can be known to be wrong is said before anything is written, and before a model
-is loaded.
+"""The preflight: reports all that can be known to be wrong before anything is written, and before a
+model is loaded.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _passed: set[str] = set()  # hashes of configs
 
 
 def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
-    """UserError naming field, file or row, and the fix, a line for each fault, when the run could
-    not succeed. What is committed is not looked for again.
+    """UserError when the run could not succeed: a line for each fault, naming field, file or row,
+    and the fix. Committed artifacts are not checked again.
 
     `fork`: the run that is about to be forked (`planned_fork`). A run whose last iteration is a
-    redo needs nothing but the store. What may change while one waits is not asked: whether another
-    process holds the run (`rlpipe.store.lease.check_free`).
+    redo needs nothing but the store. Not checked is whether another process holds the run, which
+    may change while one waits (`rlpipe.store.lease.check_free`).
     """
     store, last = open_store(config.store), config.rl.num_iterations - 1
     check_access(store)
@@ -67,7 +67,7 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
 def passed_just_now(config: PipelineConfig) -> bool:
     """True when a config passed in this process; True once only.
 
-    The command line asks before its flow does.
+    The command line checks before its flow does.
     """
     digest = sha256_of(config.model_dump(mode="json"))
     passed = digest in _passed
@@ -76,16 +76,15 @@ def passed_just_now(config: PipelineConfig) -> bool:
 
 
 def _check_source(run: Run) -> None:
-    """Checks that enough is stored, and that its tokens are those of the run's tokenizer.
-
-    That is the run's own tokenizer if it has one, else the one that it would get.
+    """Checks that enough rollouts are stored, and that their tokens are those of the run's
+    tokenizer: its own if it has one, else the one that it would get.
     """
     config, prompts = run.config, cache(partial(load_sets, run.config))
     source = source_run(run) if is_run(config.rl.rollouts_from) else None
     imported = run.artifact("rl", imported_at(run), "imported") if source is None else None
     if imported is not None:
         check_enough(run, imported[1].metrics["num_groups"])
-        return  # the files are not needed any more
+        return  # imported already
     committed = run.artifact("base", 0, "tokenizer")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -104,7 +103,7 @@ def _check_source(run: Run) -> None:
 
 
 class Findings(NamedTuple):
-    """Lines of text: what was read, what will hardly be meant, and all that is wrong."""
+    """Lines of text: what was read, settings that are hardly meant, and all faults."""
 
     lines: list[str]
     warnings: list[str]
@@ -114,17 +113,17 @@ class Findings(NamedTuple):
 def look_at(config: PipelineConfig) -> Findings:
     """The findings on all that a config names, for a plan.
 
-    Downloads no model, asks no store, starts nothing that stays.
+    Downloads no model, reads no store, leaves nothing running.
     """
     return _examined(config, None, runs=False)
 
 
 def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, runs: bool = True) -> Findings:
-    """All that a config names, looked at in order, also after a fault; for a `run`, what it still
+    """Checks all that a config names, in order, also after a fault; for a `run`, what it still
     needs.
 
-    `data`: whether data sets are needed; `runs`: whether it is to run, now and here, or a plan of
-    it is made.
+    `data`: True when data sets are needed; `runs`: True when it is to run, now and on this machine;
+    False for a plan.
     """
     findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
     has_base, has_sft = (run is not None and run.has_base), (run is not None and run.sft_complete)
@@ -146,7 +145,7 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
         looks.append(("tokenizer", content.tokenizer))
     if rl.reference and not is_complete and (run is None or not run.has_reference):
         looks.append(("reference", partial(content.reference, run)))
-    tried = not num_iterations  # what scored an iteration is tried
+    tried = not num_iterations  # rewards that have scored an iteration need no trial
     if not is_complete:
         looks += [("rewards", partial(content.rewards, uses, tried)) for uses in _scored(config)]
     if rl.num_iterations and not is_complete:
@@ -173,6 +172,6 @@ def _is_evaluated(config: PipelineConfig, run: Run | None) -> bool:
 
 
 def _scored(config: PipelineConfig) -> list[list[str]]:
-    """The uses whose rollouts are scored, those together that the same rewards score."""
+    """The uses whose rollouts are scored; uses with the same rewards are in one list."""
     uses = (["rl"] if config.rl.num_iterations else []) + (["evaluation"] if config.sets("evaluation") else [])
     return [[use] for use in uses] if config.evaluation.rewards else [uses] if uses else []

@@ -26,8 +26,8 @@ FLOPS = 2e11  # of a forward and backward pass that is timed, about: seconds on 
 
 
 def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]) -> Speed | str:
-    """Seconds of passes of the whole model, reckoned from models of a few of its layers; why not,
-    where even those are too large to try.
+    """The seconds of passes of the whole model, extrapolated from models with a few of its layers;
+    the reason as text where even those are too large to try.
 
     `length`: tokens of a row of a microbatch. `timing`: `tokens_max` of a microbatch and `threads`
     that train, `places` of an engine and its `engine_threads`.
@@ -50,7 +50,7 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     text = shorter.get_text_config()
     whole = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == whole:  # says something of every layer
+        if isinstance(value, list) and len(value) == whole:  # it has an entry for each layer
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
     return shorter
@@ -59,8 +59,8 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 def _passes(
     config: PretrainedConfig, dtype: torch.dtype, length: int, timing: Mapping[str, int]
 ) -> tuple[float, float, float]:
-    """Seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of one
-    token for each place of an engine.
+    """The seconds of a forward and backward pass of a microbatch, of a forward pass alone, and of
+    one token for each place of an engine.
     """
     torch.set_num_threads(timing["threads"])
     lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
@@ -91,8 +91,8 @@ def _passes(
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median of a few calls, without the first, which warms up; with it where that alone took
-    long.
+    """The median of a few calls without the first, which warms up; the first one's where that alone
+    took long.
     """
     taken: list[float] = []
     while len(taken) <= TIMED and sum(taken) < ENOUGH_S:

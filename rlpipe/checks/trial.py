@@ -44,13 +44,13 @@ from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import prove
 
-TOKENS = 8  # of the forward pass, which is of shapes only
-# what a family's code raises that asks for values where there are only shapes
+TOKENS = 8  # of the forward pass on shapes only
+# the errors of a family's code that needs values, on tensors that are shapes only
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 class PlannedTraining(TypedDict):
-    """The part of a training on which the sizes of a plan depend."""
+    """The settings of training on which the sizes of a plan depend."""
 
     dtype: str
     tokens_max: int
@@ -59,7 +59,7 @@ class PlannedTraining(TypedDict):
 
 
 class ModelTrial(TypedDict):
-    """The first request: a model, of a `folder` or a `config`, and what is wanted to know of it."""
+    """The first request: a model, by `folder` or `config`, and which facts of it are wanted."""
 
     where: str
     folder: NotRequired[str]
@@ -74,7 +74,7 @@ class ModelTrial(TypedDict):
 class TrialOfModel(TypedDict):
     """The answer.
 
-    `sizes` and `speed`: the fields of ModelSizes and Speed, or why there is no speed.
+    `sizes` and `speed`: the fields of ModelSizes and Speed, or the reason why there is no speed.
     """
 
     num_parameters: int
@@ -85,7 +85,8 @@ class TrialOfModel(TypedDict):
 
 def try_model(hello: ModelTrial) -> TrialOfModel:
     """The answer of the process. UserError when the config makes no model, its parts do not fit, it
-    has too few positions, or its weights are others."""
+    has too few positions, or its weights are those of another model.
+    """
     folder, context_tokens_max = Path(hello.get("folder", "")), hello["context_tokens_max"]
     config = hf_config(hello.get("config") or folder_config(folder))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -111,7 +112,7 @@ def try_model(hello: ModelTrial) -> TrialOfModel:
 
 
 def _speed_of(config: PretrainedConfig, hello: ModelTrial) -> Speed | str:
-    """The result of `measured_speed`, or why a family's first layers alone are no model."""
+    """The result of `measured_speed`, or the reason why the first layers alone are no model."""
     assert "training" in hello and "timed" in hello, "a speed is of a training"
     dtype, timing = getattr(torch, hello["training"]["dtype"]), hello["timed"]
     try:
@@ -121,9 +122,9 @@ def _speed_of(config: PretrainedConfig, hello: ModelTrial) -> Speed | str:
 
 
 def _try_shapes(config: PretrainedConfig) -> None:
-    """A forward pass of shapes only.
+    """A forward pass on shapes only.
 
-    What fails is the config's fault, unless the family's code asks for values.
+    An error is the config's fault, unless the family's code needs values.
     """
     try:
         with FakeTensorMode(), torch.inference_mode():
@@ -136,8 +137,8 @@ def _try_shapes(config: PretrainedConfig) -> None:
 
 
 class ShapesOfTeam(Team):
-    """A rank whose team is not there: what it would get has the right shape, and nothing else is
-    asked of it.
+    """One rank of a context-parallel group whose other ranks do not exist: what it would receive
+    has the right shape only.
     """
 
     def send(self, parts_C: Tensor) -> Tensor:
@@ -154,8 +155,8 @@ class ShapesOfTeam(Team):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make while it is on, and that are not gone
-    yet. `known`: not counted.
+    """Counts the bytes of tensors that operations make inside of the `with` block and that still
+    exist. `known`: tensors that are not counted.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -183,7 +184,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def sizes_of(lm: Any, context_tokens_max: int, training: PlannedTraining) -> ModelSizes:
-    """The sizes of a model without weights that a plan counts with."""
+    """The sizes that a plan needs of a model without weights."""
     text, layers = lm.config.get_text_config(), layers_of(lm)
     of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     total = sum(parameter.numel() for parameter in lm.parameters())
@@ -208,8 +209,8 @@ def microbatch_bytes(
     config: PretrainedConfig, dtype: torch.dtype, rows: int, length: int, recomputed: bool, context_ranks: int = 1
 ) -> int | None:
     """The most bytes that activations, logits and gradients take at once in the forward and
-    backward pass of a microbatch, on one of the ranks that share its rows, found by running both on
-    shapes; None where the family's code asks for values. Each gradient goes when it is whole, as it
+    backward pass of a microbatch, on one of the ranks that share its rows: both passes are run on
+    shapes. None where the family's code needs values. A gradient counts until it is complete, as it
     is reduced at once.
     """
     try:
@@ -234,8 +235,9 @@ def microbatch_bytes(
 
 
 def rows_of(config: PretrainedConfig) -> str:
-    """Says how the trainer will put sequences into rows, by a small model of the family; UserError
-    when it will not train it at all."""
+    """Says how the trainer will put sequences into rows, tried on a small model of the family;
+    UserError when the trainer cannot train it.
+    """
     try:
         with user_code():  # a family's numbers go together in its own way
             proof = prove(PolicyModel(small_model(small_config(config))), torch.device("cpu"))
@@ -246,8 +248,9 @@ def rows_of(config: PretrainedConfig) -> str:
 
 
 def load(hello: ModelTrial) -> Loaded:
-    """Tries the model; returns what the process answers, and the function for its requests.
-    UserError when the model is refused."""
+    """Tries the model; returns the answer of the process, and the function for its requests.
+    UserError when the model is refused.
+    """
     try:
         with user_code():
             answer = try_model(hello)

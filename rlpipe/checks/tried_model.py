@@ -1,4 +1,4 @@
-"""A model that is tried before a run depends on it: in a process of its own (`trial.py`)."""
+"""Trials of a model before a run depends on it, in a process of their own (`trial.py`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TriedModel:
 
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
-    """Tries a model in a process of its own: `where` it is from, and its `folder` or its `config`;
-    `sized`: with what a plan counts.
+    """Tries a model in a process of its own. `named`: its origin (`where`), and its `folder` or
+    `config`; `sized`: True for the sizes that a plan needs.
     """
     trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
     hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}

@@ -1,8 +1,8 @@
-"""Environments in processes of their own, so that one may raise, crash, print or never return.
+"""Environments in processes of their own, since one may raise, crash, print or never return.
 
 Processes are a cache: an environment whose process was lost is made again in another one, which
-gets its completions again. A step that kills a process is tried once more, so that a process that
-was killed from outside costs nothing but time.
+gets the earlier completions again. A step that kills a process is tried once more, so that a kill
+from outside costs only time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
 
 
 class EnvironmentPool:
-    """`workers` processes, started when first needed, from here to `close`.
+    """`workers` processes, started when first needed; `close` ends them.
 
     Belongs to one event loop.
     """
@@ -53,14 +53,16 @@ class EnvironmentPool:
         self._num_answered = 0  # when a process was lost last
 
     def open(self, prompt: RewardPrompt, history: History = ()) -> RemoteEnvironment:
-        """An environment for a prompt (`Prompt.for_reward`), which has answered `history` before;
-        its process makes it with the first call.
+        """An environment for a prompt (`Prompt.for_reward`), which has answered `history` already;
+        its process makes it at the first call.
         """
         process = min(self._processes, key=lambda process: process.num_environments)
         return RemoteEnvironment(process, next(self._keys), prompt, history, self._total_s)
 
     def _lost(self, message: str) -> None:
-        """Counts a process that was lost; UserError when nothing else happens to them."""
+        """Counts a lost process; UserError when processes are lost again and again without an
+        answer.
+        """
         num_answered = sum(process.num_answered for process in self._processes)
         self.num_losses = 1 if num_answered > self._num_answered else self.num_losses + 1
         self._num_answered = num_answered
@@ -72,18 +74,18 @@ class EnvironmentPool:
             )
 
     async def close(self) -> None:
-        """Kills the processes; whoever waits for one, or asks later, gets an EngineError."""
+        """Kills the processes; callers that wait for one, or call later, get an EngineError."""
         await asyncio.gather(*(process.close() for process in self._processes))
 
 
 class RemoteEnvironment:
-    """One rollout's environment, wherever it lives."""
+    """The environment of one rollout, in whatever process."""
 
     def __init__(
         self, process: EnvironmentProcess, key: int, prompt: RewardPrompt, history: History, total_s: float | None
     ) -> None:
         self.prompt = prompt
-        # what it asked the policy at its start, once known
+        # its first messages to the policy, once known
         self.start_messages: list[Message] | None = None
         self._process = process
         self._key = key
@@ -91,7 +93,7 @@ class RemoteEnvironment:
         self._history = [*history]
         self._dropped = False
         self._total_s = total_s
-        self._took_s = 0.0  # its steps so far; those that it was told again do not count
+        self._took_s = 0.0  # its steps so far; repeated ones do not count
         process.num_environments += 1
 
     async def start(self) -> list[Message]:
@@ -101,20 +103,20 @@ class RemoteEnvironment:
         return self.start_messages
 
     async def step(self, completion: str) -> Step:
-        """Its answer to the next completion; EnvironmentFault."""
+        """The answer to the next completion; EnvironmentFault."""
         step = await self._call(completion)
         assert step is not None, "a completion is answered with a step"
         self._history.append((completion, step.messages))
         return step
 
     def drop(self) -> None:
-        """The rollout is over; said again, it changes nothing."""
+        """Ends the environment with its rollout; a second call does nothing."""
         if not self._dropped:
             self._dropped = True
             self._process.drop(self._key)
 
     async def _call(self, completion: str | None) -> Step | None:
-        """One call: what a completion is answered with; EnvironmentFault."""
+        """Makes one call, and returns the step that answers a completion; EnvironmentFault."""
         left_s = math.inf if self._total_s is None else self._total_s - self._took_s
         call = EnvironmentCall(self._key, partial(self._request, completion), left_s)
         try:
@@ -132,8 +134,9 @@ class RemoteEnvironment:
         return Step(**answer["step"]) if answer["step"] else None
 
     def _request(self, completion: str | None, number: int) -> PlayRequest:
-        """The request to the process of this number. One that does not hold the environment gets
-        all that it needs to make it."""
+        """The request to process `number`. A process that does not hold the environment gets all
+        that it needs to make it.
+        """
         is_new = self._lives_in != number
         return {
             "prompt": self.prompt if is_new else None,
@@ -146,7 +149,7 @@ class RemoteEnvironment:
 def check_environment(name: str, args: JsonDict, environment: Mapping[str, str] | None = None) -> list[str]:
     """The roles of an environment's messages; UserError when it cannot be loaded.
 
-    In a process of its own, which imports it.
+    It is imported in a process of its own.
     """
     with closing(
         ChildPool(_field(name), "rlpipe.environments.worker", _hello(name, args), environment=environment)
@@ -160,8 +163,9 @@ def _field(name: str) -> str:
 
 
 def _hello(name: str, args: JsonDict) -> EnvironmentHello:
-    """The request that tells a process to load an environment; UserError for a name that is neither
-    known nor a path."""
+    """The request that makes a process load an environment; UserError for a name that is neither
+    known nor a path.
+    """
     path = NAMED.get(name, name)
     if ":" not in path:
         raise UserError(

@@ -1,9 +1,9 @@
-"""A process that environments live in, as its owner sees it: many calls under way at once, asked
-and answered in one event loop.
+"""The owner's side of a process that holds environments: many calls in progress at once, sent and
+answered in one event loop.
 
-No thread waits for its answers. When it dies, or stops answering, its calls are asked again in a
-new one, half as many at a time, so that the call that kills a process is soon asked alone: then it
-is known, and no other has paid for it.
+No thread waits for its answers. When it dies, or stops answering, its calls are sent again to a new
+one, half as many at a time, so that the call that kills a process is soon sent alone: then it is
+known, and no other call has failed for it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rlpipe.processes.printed import Printed
 from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
-TRIES_MAX = 2  # of a call whose process died while it was alone in it
-TRIES_BESIDE_MAX = 32  # and beside others
+TRIES_MAX = 2  # of a call that was alone in a process that died
+TRIES_BESIDE_MAX = 32  # of a call that was there with others
 GRACE_S = 1.0  # the process itself ends a call that takes too long; it is given up when it does not
 ANY_NUMBER = 1 << 30
 
 
 class EnvironmentFault(Exception):
-    """An environment's rollout ends here.
+    """Raised when an environment ends its rollout with a fault.
 
     Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid.
     """
@@ -53,7 +53,8 @@ class EnvironmentFault(Exception):
 class EnvironmentCall:
     """One request to an environment.
 
-    `request` makes it when it is sent, for the process of that number. `left_s`: for its new step.
+    `request` makes it when it is sent, for the process of that number. `left_s`: seconds for its
+    new step.
     """
 
     def __init__(self, key: int, request: Callable[[int], PlayRequest], left_s: float = math.inf) -> None:
@@ -71,10 +72,10 @@ class EnvironmentCall:
 
 
 class EnvironmentProcess:
-    """A process, replaced by a new one when it has ended and something is to be asked.
+    """A process, replaced by a new one when it has ended and a call is to be sent.
 
-    Environments whose methods are ordinary functions are asked one call at a time, `async` ones all
-    that there is.
+    Environments with ordinary methods get one call at a time; those with `async` methods get all
+    calls at once.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class EnvironmentProcess:
         on_loss: Callable[[str], None],
         environment: Mapping[str, str],
     ) -> None:
-        """`field` is what errors name; `on_loss` hears of every process that was lost with calls,
-        and may raise UserError.
+        """`field`: the config field that errors name; `on_loss`: called for each process that was
+        lost with calls, may raise UserError.
         """
         self.num_environments = 0
         self.hello = hello
@@ -108,9 +109,9 @@ class EnvironmentProcess:
         self._closed = False
 
     async def ask(self, call: EnvironmentCall) -> Answer:
-        """The answer.
+        """The answer to a call.
 
-        EnvironmentFault; UserError when the environment does not load; EngineError when it is
+        EnvironmentFault; UserError when the environment does not load; EngineError when this is
         closed, before or meanwhile.
         """
         if self._closed:
@@ -122,13 +123,13 @@ class EnvironmentProcess:
         return await call.answer
 
     def drop(self, key: int) -> None:
-        """The process may forget an environment."""
+        """Lets the process forget an environment."""
         self.num_environments -= 1
         if self._is_ready:
             self._write({"drop": key})
 
     async def close(self) -> None:
-        """Kills the process; whoever waits for it gets an EngineError."""
+        """Kills the process; callers that wait for it get an EngineError."""
         self._closed = True
         if self._life is not None:
             self._life.cancel()
@@ -144,18 +145,18 @@ class EnvironmentProcess:
         return EngineError(f"{self._field}: its processes were closed")
 
     async def _live(self) -> None:
-        """Starts a process, and others after it, until nothing is asked any more."""
+        """Starts a process, and others after it, until no call is left."""
         loads_left = LOADS_MAX
         try:
             while self._waiting:
                 loads_left -= 1
                 await self._start()
                 is_late = await self._watch()
-                ready, self._ready = self._ready, None  # from here on nothing is sent
+                ready, self._ready = self._ready, None  # from here on no call is sent
                 if not is_late and self._process is not None:
                     await asyncio.to_thread(wait_for_end, self._process)
                 code = await self._end()
-                # its own alarm was quicker than this loop
+                # its own alarm came before this loop's
                 is_late = is_late or code == -signal.SIGALRM
                 is_killed = ready is None and not is_late and code is not None and code < 0
                 if is_killed and loads_left:
@@ -165,7 +166,7 @@ class EnvironmentProcess:
                     raise self._not_loaded(ready, is_late)
                 loads_left = LOADS_MAX
                 self._lose(is_late)
-        except Exception as error:  # all who wait are told
+        except Exception as error:  # raised for all calls that wait
             self._fail(error)
         finally:
             self._ready = self._life = None
@@ -186,7 +187,7 @@ class EnvironmentProcess:
         self._write({"request": self.hello})
 
     async def _watch(self) -> bool:
-        """Returns when the process has ended; True when it still runs, and does not answer."""
+        """Returns when the process has ended; True when it still runs but does not answer."""
         assert self._process is not None
         while True:
             await asyncio.wait({self._ended}, timeout=POLL_S)
@@ -206,7 +207,7 @@ class EnvironmentProcess:
         return late_s > (GRACE_S if is_silent else LATE_S)
 
     async def _end(self) -> int | None:
-        """Returns when the process and its children are gone: its exit code."""
+        """Waits until the process and its children have ended; returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -221,7 +222,7 @@ class EnvironmentProcess:
         return process.returncode
 
     def _send(self) -> None:
-        """Sends what there is room for."""
+        """Sends as many calls as there is room for."""
         while self._is_ready and self._waiting and len(self._in_flight) < self._room:
             call = self._waiting.popleft()
             if call.answer.done():  # its rollout waits no more
@@ -256,8 +257,8 @@ class EnvironmentProcess:
         self._send()
 
     def _lose(self, is_late: bool) -> None:
-        """The process was lost: its calls are asked again, before any other, but one that is known
-        to be at fault.
+        """Handles the loss of the process: its calls are sent again, before any other, except one
+        that is known to be at fault.
         """
         lost, self._in_flight = [*self._in_flight.values()], {}
         if not lost:
@@ -288,7 +289,7 @@ class EnvironmentProcess:
 
 
 def _can_be_read(file: int) -> bool:
-    """True when bytes wait to be read: then this process was stopped, or had no processor."""
+    """True when bytes wait to be read: then this process was stopped, or had no CPU time."""
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         return bool(selector.select(0))

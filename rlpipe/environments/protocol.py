@@ -1,5 +1,6 @@
-"""The protocol of environments, and the checks of their answers. An environment's own module needs
-to import nothing else of rlpipe."""
+"""The protocol of environments, and the checks of their answers. The module of an environment needs
+to import nothing else of rlpipe.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ DEFAULT_ROLES = ("user",)
 class Step:
     """The answer of an environment to a completion.
 
-    Example: Step([{"role": "tool", "content": "148"}], metrics={"tool_calls": 1}). `messages` are
-    put to the policy, unless `done`; rewards and metrics of a rollout's steps add up.
+    Example: Step([{"role": "tool", "content": "148"}], metrics={"tool_calls": 1}). The policy gets
+    `messages`, unless `done`; rewards and metrics of a rollout's steps add up.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -31,28 +32,29 @@ class Step:
 
 
 class Environment(Protocol):
-    """Made afresh for every rollout with `rl.environment_args`.
+    """The world of one rollout, made anew for each with `rl.environment_args`.
 
-    Its answers are a function of the prompt and the completions alone: it may be made again
-    elsewhere, and get them again. `async` methods may wait for other things meanwhile: then
+    Its answers are a function of the prompt and the completions alone: it may be made again in
+    another process, and get them again. `async` methods may wait for other things meanwhile: then
     thousands of environments live in one process side by side. An attribute `roles` names the roles
     of its messages; without it they are ("user",). A method `close`, where there is one, is called
     when the rollout is over, unless the process has died.
     """
 
     def start(self, prompt: RewardPrompt) -> list[Message] | Awaitable[list[Message]]:
-        """Returns the first messages to the policy; `prompt` is the same as a reward gets
-        (prompt_id, messages, answer, metadata)."""
+        """Returns the first messages to the policy; `prompt` is the one that a reward gets
+        (prompt_id, messages, answer, metadata).
+        """
         ...
 
     def step(self, completion: str) -> Step | Awaitable[Step]:
-        """The answer to one completion of the policy, special tokens left out."""
+        """The answer to one completion of the policy, without special tokens."""
         ...
 
 
 def checked_messages(said: Any, roles: list[str]) -> list[Message]:
-    """Messages {"role", "content"} as plain JSON; InvalidAnswer when they are none, or of a role
-    that is not in `roles`.
+    """Messages {"role", "content"} as plain JSON; InvalidAnswer when they are not messages, or have
+    a role that is not in `roles`.
     """
     if not isinstance(said, list):
         raise InvalidAnswer(f"messages must be a list, and are {said!r:.200}")

@@ -1,5 +1,5 @@
-"""What the process that environments live in and its owner say to each other, one JSON line each
-(`rlpipe.environments.worker` says in which order).
+"""The messages between a process that holds environments and its owner, one JSON line each (their
+order: `rlpipe.environments.worker`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, TypedDict, final
 from rlpipe.environments.protocol import Message
 from rlpipe.records.prompt import RewardPrompt
 
-History = Sequence[tuple[str, list[Message]]]  # completions, and what they were answered with
+History = Sequence[tuple[str, list[Message]]]  # completions, and the answers to them
 
 
 class EnvironmentHello(TypedDict):
@@ -23,7 +23,9 @@ class EnvironmentHello(TypedDict):
 
 @final
 class EnvironmentReady(TypedDict):
-    """The answer to it: the roles of its messages, and if many calls of it may be under way."""
+    """The answer to EnvironmentHello: the roles of its messages, and if it takes many calls at
+    once.
+    """
 
     roles: list[str]
     is_async: bool
@@ -31,16 +33,16 @@ class EnvironmentReady(TypedDict):
 
 @final
 class EnvironmentRefused(TypedDict):
-    """The other answer to it: why the environment does not load."""
+    """The other answer to EnvironmentHello: the reason why the environment does not load."""
 
     error: str
 
 
 class PlayRequest(TypedDict):
-    """What is asked of an environment.
+    """A request to an environment.
 
-    `prompt`: None where the process holds it. `history`: what it is told again. `completion`: None
-    where only its start is wanted.
+    `prompt`: None where the process holds the environment. `history`: earlier steps to repeat.
+    `completion`: None where only its start is wanted.
     """
 
     prompt: RewardPrompt | None
@@ -51,8 +53,9 @@ class PlayRequest(TypedDict):
 
 @final
 class PlayLine(PlayRequest):
-    """The line that asks it: the environment's key, and the
-    seconds of each call and of the step."""
+    """The line of a PlayRequest: the environment's key, and the seconds for each call and for the
+    step.
+    """
 
     key: int
     timeout_s: float
@@ -76,8 +79,8 @@ class StepFields(TypedDict):
 
 
 class Played(TypedDict):
-    """What an environment did: its start and its step, where it was asked for them, and the seconds
-    of the step.
+    """The results of a PlayRequest: start and step, where they were requested, and the seconds of
+    the step.
     """
 
     start_messages: list[Message] | None
@@ -87,14 +90,14 @@ class Played(TypedDict):
 
 @final
 class PlayedAnswer(Played):
-    """The line that says it."""
+    """The line of a Played."""
 
     key: int
 
 
 @final
 class FaultAnswer(TypedDict):
-    """The line that says why there is none: a reason, as EnvironmentFault has it."""
+    """The line of a request that failed: a reason, as in EnvironmentFault."""
 
     key: int
     reason: str

@@ -1,16 +1,16 @@
-"""The process that environments live in: `python -m rlpipe.environments.worker`.
+"""The process that holds environments: `python -m rlpipe.environments.worker`.
 
-An event loop, in which many calls may be under way.
+An event loop, in which many calls may be in progress.
 
 First line in: {"name", "path", "args"}; out: {"roles": [...], "is_async"} or {"error": message}.
 Then {"key", "prompt", "start_messages", "history", "completion", "timeout_s", "step_s"}; out, as
 each is known: {"key", "start_messages", "step", "took_s"} or {"key", "reason", "message"}. An
-environment has one call at a time, so that its key tells the answers apart. `prompt` is null when
-this process holds the environment `key`; else it is made here: started, and given the completions
-of `history` again, each with the messages that it answered before. `completion` is null when only
-its start is wanted. Each call of a method has `timeout_s`, the step that answers `completion` has
-`step_s`, and took `took_s`. {"drop": key}: its rollout is over. What the environment is doing is
-cancelled, it is closed where it has a `close`, and forgotten.
+environment has one call at a time, so its key identifies the answer. `prompt` is null when this
+process holds the environment `key`; else it is made here: started, and given the completions of
+`history` again, each with the messages that it answered before. `completion` is null when only its
+start is wanted. Each call of a method has `timeout_s`, the step that answers `completion` has
+`step_s`, and took `took_s`. {"drop": key}: its rollout is over. A call of the environment in
+progress is cancelled, it is closed where it has a `close`, and forgotten.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class TookTooLong(Exception):
-    """A call of a method took longer than it may."""
+    """Raised when a call of a method takes longer than allowed."""
 
 
 REASONS: dict[type[BaseException], str] = {
@@ -93,7 +93,7 @@ class Home:
         self._timeout_s = 0.0
 
     async def live(self, requests: BinaryIO, answers: BinaryIO) -> None:
-        """Answers what is asked until the owner closes the pipe, or a fault of ours ends this
+        """Answers requests until the owner closes the pipe, or a bug of rlpipe ends this
         process.
         """
         loop = asyncio.get_running_loop()
@@ -106,8 +106,8 @@ class Home:
         self._ended.result()
 
     def _arm(self) -> None:
-        """If the owner is gone too, the kernel ends code that never lets go of the loop, even when
-        it holds the GIL.
+        """Sets a kernel timer that ends this process if the owner is gone and code blocks the loop,
+        even when it holds the GIL.
         """
         signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout_s + ORPHAN_GRACE_S)
 
@@ -134,7 +134,7 @@ class Home:
             return None  # the owner is gone
         del self._calls[key]
         error = None if call.cancelled() else call.exception()
-        if call.cancelled():  # nobody waits for it, but the owner counts what is under way
+        if call.cancelled():  # no rollout waits for it, but the owner counts calls in progress
             self._forget(key)
             answer: Answer = {"key": key, "reason": "environment_error", "message": "it was dropped"}
         elif error is None:
@@ -146,7 +146,7 @@ class Home:
         return self._answers.write(line_of(answer))
 
     def _forget(self, key: int) -> None:
-        """A rollout is over: its environment may close what it has opened."""
+        """Ends the environment of a rollout that is over: it may close what it has opened."""
         close = getattr(self._held.pop(key, None), "close", None)
         if callable(close):
             closing = asyncio.create_task(in_time(close, lambda _: None, self._timeout_s))
@@ -196,15 +196,16 @@ class Home:
 
 
 def same_again(method: str, said: list[Message], before: list[Message] | None) -> list[Message]:
-    """The messages; InvalidAnswer when they are others than `before`, where there was a before."""
+    """The messages; InvalidAnswer when they differ from `before`, where that is given."""
     if before is not None and said != before:
         raise InvalidAnswer(f"{method} gave {said!r:.200}, and before that {before!r:.200}")
     return said
 
 
 async def in_time(method: Callable[[], Any], check: Callable[[Any], T], timeout_s: float) -> T:
-    """Returns the method's result, checked: at once, or when it is awaited. TookTooLong past
-    `timeout_s`; the call is cancelled then, if it lets itself be."""
+    """Returns the method's result, checked: at once, or after it was awaited. TookTooLong past
+    `timeout_s`; the call is cancelled then, unless it refuses.
+    """
     loop, took_s = asyncio.get_running_loop(), 0.0
 
     async def called() -> T:

@@ -1,10 +1,11 @@
-"""Use of an iteration's policy, state and record before they are committed.
+"""The commits of an iteration's policy, state and record, which run in the background.
 
-They are committed in this order, behind what goes on: engines load the policy from the disk of the
-node that made it, and sample with it while the store gets its files.
+Engines load a policy from the disk of the node that wrote it, and sample with it while its files
+are still uploaded to the store: it is used before it is committed. Policy, state and record are
+committed in a fixed order.
 
-What was not committed has not happened. Who commits something that was made of a policy waits until
-the policy is committed.
+What was not committed has not happened. An artifact that was made from a policy is committed only
+after that policy.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
-CLOSE_S = 30.0  # for what is on its way when something else has failed
+CLOSE_S = 30.0  # for commits that are still in progress when something else has failed
 
 Act = Callable[[], Awaitable[object]]
 
 
 class CommittedLate(StoreError):
-    """Raised when the run's previous holder committed after all what this process has used.
+    """Raised when the previous holder of the run committed an artifact after this process had used
+    its own.
 
-    The bits are the same. Nothing is lost, and nothing to mend; but all that was made here since
-    names another manifest, so the run is started again.
+    The bits are the same: nothing is lost and nothing must be repaired. But all artifacts that this
+    process has made since name another manifest, so the run is started again.
     """
 
 
 @dataclass(frozen=True)
 class Published:
-    """Files that lie on the disks of the trainer's nodes, and are on their way to the store.
+    """Files that lie on the disks of the trainer's nodes and are in their upload to the store.
 
-    `places`, `made_on`: where each of them is, as `Nearby` has it. `land` returns when the store
-    has all of them. `sender`: as of `Nearby`.
+    `places`, `made_on`, `sender`: as in `Nearby`. `land` returns when the store has all of the
+    files.
     """
 
     places: list[NodeDisk]
@@ -55,11 +57,11 @@ class Published:
 
 
 class Behind:
-    """The commits of a run that are under way, one after the other.
+    """The commits of a run that are still in progress, one after the other.
 
-    The first fault ends them, and is raised for whoever waits. `at_start`: the numbers of SFT
-    segments and RL iterations that were committed before this start, by phase. `retention`: prunes
-    what the run does not keep, after commits.
+    The first one that fails ends them all; its error is raised for each caller that waits.
+    `at_start`: the numbers of SFT segments and RL iterations that were committed before this start,
+    by phase. `retention` prunes what the run does not keep, after commits.
     """
 
     def __init__(self, run: Run) -> None:
@@ -71,9 +73,9 @@ class Behind:
         self._nearby: dict[str, Nearby] = {}
 
     def publish(self, folder: str, manifest: Manifest, published: Published) -> ArtifactRef:
-        """The artifact that a manifest will be, committed once the store has its files.
+        """Returns the reference of an artifact now; it is committed once the store has its files.
 
-        Until then this process reads it here.
+        Until then this process reads its manifest from memory.
         """
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
@@ -103,7 +105,7 @@ class Behind:
         self.then(land)
 
     def then(self, act: Act) -> asyncio.Task[None]:
-        """Does something after all that is under way now."""
+        """Starts `act` after all commits that are in progress now; returns its task."""
         before = self._last
 
         async def follow() -> None:
@@ -112,15 +114,17 @@ class Behind:
             await act()
 
         self._last = asyncio.create_task(follow())
-        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits is told
+        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised for those that wait
         return self._last
 
     def nearby(self, ref: ArtifactRef) -> Nearby | None:
-        """The places of an artifact's files beside the store; None when only the store has them."""
+        """Returns the places of an artifact's files beside the store; None when only the store has
+        them.
+        """
         return self._nearby.get(ref.sha256)
 
     def is_under_way(self, ref: ArtifactRef) -> bool:
-        """True when an artifact is used already, and not committed yet."""
+        """True when an artifact is published but not committed yet."""
         commit_of = self._commits.get(ref.sha256)
         return commit_of is not None and not _succeeded(commit_of)
 
@@ -130,20 +134,20 @@ class Behind:
             self._last.result()
 
     async def committed(self, hashes: Iterable[str]) -> None:
-        """Returns when all artifacts with these hashes that are under way are committed."""
+        """Returns when all artifacts with these hashes that are published here are committed."""
         for sha256 in hashes:
             if sha256 in self._commits:
                 await asyncio.shield(self._commits[sha256])
 
     async def landed(self) -> None:
-        """Returns when nothing is under way."""
+        """Returns when no commit is in progress."""
         if self._last is not None:
             await asyncio.shield(self._last)
 
     async def close(self) -> None:
-        """Waits CLOSE_S for the commits that are under way; not at all once the run was taken over.
+        """Waits CLOSE_S for the commits in progress; not at all once the run was taken over.
 
-        Only logs what becomes of them: who closes before they have landed has another fault to
+        Their failure is only logged: a caller that closes before they are done has another error to
         raise.
         """
         if self._last is None:
@@ -152,7 +156,7 @@ class Behind:
         if not done:
             self._last.cancel()
         if self._is_taken_over():
-            return  # that is said, and it is the other holder's now
+            return  # TakenOver is raised for it elsewhere; the files are the other holder's now
         if not done:
             log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
         elif not _succeeded(self._last) and not isinstance(self._last.exception(), CommittedLate):
@@ -167,8 +171,8 @@ class Behind:
 def commit_record(run: Run, key: str, record: IterationRecord) -> None:
     """Creates the record of an iteration.
 
-    One of the same artifacts, which a holder before this one committed late, is as good; StoreError
-    for one of others.
+    A record that stands already is accepted when it names the same artifacts: a previous holder of
+    the run may have committed it late. StoreError when it names others.
     """
     with fenced(run.lease):
         created = run.store.create(key, sealed(record))
@@ -177,7 +181,9 @@ def commit_record(run: Run, key: str, record: IterationRecord) -> None:
 
 
 def _late(address: str, manifest: Manifest, committed: Manifest) -> StoreError:
-    """The error that ends a process whose artifact was committed by a holder before it."""
+    """Returns the error that ends a process whose artifact was committed by a previous holder of
+    the run.
+    """
     by = "somebody else" if committed.lease is None else f"the holder of lease {committed.lease}"
     said = f"{address} was committed late, by {by}, while this run used its own"
     ours, theirs = ({file.plain_name: file.sha256 for file in made.files} for made in (manifest, committed))

@@ -18,10 +18,10 @@ Hand = tuple[int, str] | str  # (iteration, stage verb), or what is busy
 
 
 class Clock:
-    """Seconds of stages; of some that overlap (shards), those in which any of them ran.
+    """The seconds that each stage ran; while several overlap (shards), time counts once.
 
-    A stage counts for the iteration that it is of, though it may run ahead of it. What is busy
-    counts from one commit to the next.
+    A stage counts for its own iteration, also when it runs ahead of it. The busy time of trainer
+    and engines counts from one commit to the next.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class Clock:
         self._restart(-1)
 
     def begin(self, iteration: int) -> None:
-        """An iteration counts from the commit before it, where this process made that, else from
-        here on.
+        """Starts to count an iteration: from the commit before it where this process made that
+        commit, else from now.
         """
         if iteration != self._iteration:
             self._restart(iteration)
 
     @contextlib.contextmanager
     def during(self, verb: str, iteration: int | None = None) -> Iterator[None]:
-        """Counts the body, a stage, for the iteration that it is of (the current one), and for what
-        it keeps busy.
+        """Counts the body as a stage of an iteration (default: the current one), and as busy time
+        of the service that it uses.
         """
         hands: list[Hand] = [(self._iteration if iteration is None else iteration, verb), ANY_STAGE]
         hands += [USES[verb]] if verb in USES else []
@@ -58,9 +58,10 @@ class Clock:
                     self.seconds[hand] += time.monotonic() - self._since.pop(hand)
 
     def at_commit(self, iteration: int) -> Metrics:
-        """The times of an iteration in seconds, and the idle fraction of each service that it used.
+        """Returns the times of an iteration in seconds, and the idle fraction of each service that
+        it used.
 
-        Starts the times of the iteration after it.
+        Starts to count the next iteration.
         """
         now = time.monotonic()
         for hand in (hand for hand in self._since if isinstance(hand, str)):
@@ -81,7 +82,7 @@ class Clock:
         return {name: round(value, 4) for name, value in times.items()}
 
     def _restart(self, iteration: int) -> None:
-        """Counts from now on what this iteration takes; a stage that runs on goes on counting."""
+        """Counts from now on for this iteration; a stage that still runs goes on counting."""
         self._iteration, self._began = iteration, time.monotonic()
         for hand in [*self.seconds]:
             if isinstance(hand, str) or hand[0] < iteration:

@@ -1,12 +1,12 @@
-"""Trainer and engines that share GPUs (`engines.colocate`) take turns in their memory: one works,
-the other has given its memory back.
+"""Turns of trainer and engines in the memory of GPUs that they share (`engines.colocate`): while
+one works, the other has freed its memory.
 
-    engines sample -> engines release -> the trainer comes back with its next job, trains, saves
+    engines sample -> engines release -> the trainer reloads with its next job, trains, saves
     -> the trainer offloads -> engines wake, load the new policy, are proved -> engines sample
 
-On several nodes all engines have their turn, and all of the gang. Nothing of it has to be known
-after a crash: child processes of the flow end with it; of services that outlive it, the next start
-asks both sides to give back what they hold, before the other takes it.
+On several nodes all engines take their turn together, and so do all trainer processes. Nothing has
+to be remembered after a crash: child processes of the flow end with it; services that outlive it
+are asked by the next start to free their memory, both sides, before either uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from rlpipe.trainer.client import TrainerClient
 
 
 class MemoryTurns:
-    """Whose turn it is. A call that fails leaves the turn where it was, and may be made again."""
+    """The side that may use the memory. A call that fails leaves the turn where it was; it may be
+    repeated.
+    """
 
     def __init__(self, pool: EnginePool, joined: FindHosts, trainer: TrainerClient) -> None:
         self.pool = pool
@@ -30,8 +32,9 @@ class MemoryTurns:
         self._lock = asyncio.Lock()
 
     async def to_trainer(self) -> None:
-        """Before any job of the trainer: engines hold no memory once this returns, and have no
-        policy before they are given one.
+        """Frees the engines' memory; called before any job of the trainer.
+
+        Engines have no policy afterwards, until they are given one.
         """
         async with self._lock:
             if self.turn != "trainer":
@@ -39,9 +42,9 @@ class MemoryTurns:
                 self.turn = "trainer"
 
     async def to_engines(self) -> None:
-        """Before engines are given a policy: the trainer holds no memory once this returns.
+        """Frees the trainer's memory; called before engines are given a policy.
 
-        It comes back with its next job.
+        The trainer reloads with its next job.
         """
         async with self._lock:
             if self.turn != "engines":

@@ -1,6 +1,6 @@
-"""The end of a session whose run another process has taken.
+"""The end of a session whose run was taken over by another process.
 
-It ends soon, whatever it waits for, and says that and nothing else.
+The session ends soon, whatever it waits for, and reports TakenOver and nothing else.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rlpipe.store.lease import Lease, TakenOver
 
 @contextlib.asynccontextmanager
 async def told(held: Lease) -> AsyncIterator[None]:
-    """Raises TakenOver for any error that ends the body after the run was taken over.
+    """Raises TakenOver in place of any error that ends the body after the run was taken over.
 
-    The new holder has other files, services and commits.
+    The new holder has other files, services and commits, so the error may come from them.
     """
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:
-        # a store that says nothing: then it is the error that it is
+        # the store does not answer: the error is raised as it is
         with contextlib.suppress(OSError):
             try:
                 await asyncio.to_thread(held.check)
@@ -32,9 +32,10 @@ async def told(held: Lease) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def cancelled_when_taken_over(held: Lease) -> AsyncIterator[None]:
-    """Ends what the body waits for, however long, once anyone finds that the run was taken over.
+    """Cancels the body, whatever it waits for, as soon as this process finds that the run was taken
+    over.
 
-    What comes after the body is not cancelled.
+    Code after the body is not cancelled.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a session is opened in a task"
@@ -50,7 +51,7 @@ async def cancelled_when_taken_over(held: Lease) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            within = False  # first: whoever looks from here on, `told` too, tells the listener
+            within = False  # first: each check from here on, that of `told` too, calls `cancel`
             held.on_taken_over(None)
             if cancelled:
                 task.uncancel()

@@ -1,8 +1,8 @@
-"""Requests to the trainer: a stage's job, and rebuilds for what is under way to the store.
+"""Requests to the trainer: the job of a stage, and rebuilds for uploads to the store.
 
-What is under way needs a rebuild when the trainer that published it was lost. A position takes
-several jobs to reach, so a rebuild and the job that follows are one turn: two at once would take
-the trainer from each other.
+An upload needs a rebuild when the trainer that published its files was lost. To reach a position
+takes several jobs, so a rebuild and the job after it are one turn (`trainer_turn`): of two that run
+at once, each would move the trainer away from the other's position.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
 KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
 
-# brings the trainer to the position that a job starts from
+# restores the position that a job starts from in the trainer
 Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
 async def send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JobAnswer:
-    """One job of whatever the trainer holds; errors as of `TrainerClient.run`."""
+    """Sends one job to the trainer, whatever it holds; errors as of `TrainerClient.run`."""
     return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
 
@@ -37,8 +37,8 @@ async def nothing() -> None: ...
 async def do_job(
     session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
 ) -> JobAnswer:
-    """One job of the trainer; whenever it does not hold what the job starts from, or was lost, it
-    is rebuilt. TrainerError past the bound.
+    """Does one job on the trainer, and rebuilds the trainer first when it was lost or does not hold
+    the position that the job starts from. TrainerError after ATTEMPTS_MAX tries.
 
     `before_rebuild` is awaited outside of the turn: it may need the trainer.
     """
@@ -65,10 +65,10 @@ async def do_job(
 
 @dataclass
 class Landing:
-    """The way to the store of what one save published, which `answer` lists.
+    """The upload to the store of everything that one save published; `answer` lists the files.
 
-    It lands once, though it is several artifacts: files of an artifact that is committed are never
-    written again.
+    It is done once though the files are of several artifacts: files of a committed artifact are
+    never written again.
     """
 
     session: Session
@@ -78,15 +78,13 @@ class Landing:
     _landed: bool = field(default=False, init=False)
 
     async def land(self) -> None:
-        """Returns when the store has all of it.
+        """Returns when the store has all files.
 
-        A trainer that lost it makes it again; TrainerError when that has other bits.
+        A trainer that lost them makes them again; TrainerError when the new ones have other bits.
         """
         if self._landed:
             return
-        for _ in range(
-            2 * ATTEMPTS_MAX
-        ):  # a trainer that was lost is asked once more: then it says that it has nothing
+        for _ in range(2 * ATTEMPTS_MAX):  # twice: GangLost first, then the new trainer answers NotResident
             try:
                 await self.session.trainer.client.run("upload", {"attempt": self.job.attempt})
                 self._landed = True
@@ -115,8 +113,8 @@ class Landing:
             )
 
     def _check_memory(self) -> None:
-        """TrainerError where engines that sample have the memory in which the trainer would make it
-        again.
+        """TrainerError when the memory that the trainer needs for it is held by engines that
+        sample.
         """
         if self.session.trainer.memory and self.session.trainer.memory.turn == "engines":
             raise TrainerError(

@@ -1,7 +1,8 @@
-"""One sampling round while it is sampled: its finished groups are scored, those that survive the
-filters are counted, and shards wait for one another where the environment answered none of theirs.
+"""One sampling round in progress: its finished groups are scored, the groups that survive the
+filters are counted, and a shard whose rollouts the environment all failed waits for the other
+shards.
 
-It is a cache. Stages score what is not in it, and a process that takes over a round counts the
+All of it is a cache. Stages score what it lacks, and a process that takes over a round counts the
 committed shards again.
 """
 
@@ -36,29 +37,28 @@ class _Waiting:
 
 
 class SamplingRound:
-    """The state of one round, which its shards share.
+    """The state of one round, shared by its shards.
 
-    `score`: gives rollouts their rewards; called in one thread, since the scorers are shared.
-    `survives`: says whether a scored group is kept by the filters; called in threads. `wanted`: the
-    number of surviving groups that end a round that is over-sampled. Example:
-    `enough = sampling_round.begin(range(4))`, then `await sampling_round.judge(...)` until it is
-    set.
+    `score`: adds rewards to rollouts; called in one thread, since the scorers are shared.
+    `survives`: True when the filters keep a scored group; called in threads. `wanted`: the number
+    of surviving groups that ends an over-sampled round. Example: `enough =
+    sampling_round.begin(range(4))`, then `await sampling_round.judge(...)` until it is set.
     """
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
         self.key = key  # iteration, round
-        # shards that the environment failed, and that wait for others
+        # shards whose rollouts the environment all failed, and that wait for other shards
         self.unanswered: set[tuple[str, int, str]] = set()
         self._score, self._survives, self._wanted = score, survives, wanted
         self._scores: Scores = {}
         self._waiting: SimpleQueue[_Waiting] = SimpleQueue()
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scoring")
-        self._counting, self._counted = asyncio.Lock(), False  # the shards that were committed before this process
+        self._counting, self._counted = asyncio.Lock(), False  # of shards that an earlier process committed
         self._surviving: set[int] = set()
         self._events: list[asyncio.Event] = []
 
     def add(self, prompt: Prompt, group: Group) -> Future[Group]:
-        """The finished group with its scores, once they are there; returns at once.
+        """Returns at once the future of a finished group with its scores.
 
         Groups that finish while others are scored are scored together, next.
         """
@@ -68,29 +68,30 @@ class SamplingRound:
         return waiting.scored
 
     def scores(self) -> Scores:
-        """The scores of all groups that were added so far; waits for them."""
+        """Returns the scores of all groups that were added so far; waits for them."""
         return self._scoring.submit(self._scores.copy).result()
 
     def forget_scores(self) -> None:
-        """The next attempt asks the scorers again."""
+        """Drops all scores, so that the next attempt computes them again."""
         self._scores = {}
 
     def begin(self, group_indices: Iterable[int]) -> asyncio.Event:
-        """A shard starts, perhaps once more: its groups are not counted yet.
+        """Starts a shard, perhaps for the second time: its groups do not count until they are
+        judged again.
 
-        The event is set when enough groups have survived.
+        The event is set when enough groups of the round have survived.
         """
         assert self._wanted > 0, "a round that needs no groups is not sampled"
         self._surviving.difference_update(group_indices)
-        # each attempt has its own: one that is winding down must not see its event cleared
+        # each attempt has its own event: a previous attempt that still ends must not see it cleared
         enough = asyncio.Event()
         self._events.append(enough)
         self._set_events()
         return enough
 
     async def judge(self, prompt: Prompt, group: Group) -> None:
-        """Scores and filters one group while others are still sampled, and counts it when it
-        survives; counted twice it counts once.
+        """Scores and filters one group while others are still sampled, and counts it once if it
+        survives.
         """
         if not is_finished(group):
             return
@@ -100,8 +101,8 @@ class SamplingRound:
             self._set_events()
 
     async def count_committed(self, committed: Callable[[], Iterator[tuple[Prompt, Group]]]) -> None:
-        """Judges the groups that an earlier process committed of the round, once; whoever comes
-        meanwhile waits for it.
+        """Judges, once, the groups of the round that an earlier process committed; callers that
+        come meanwhile wait for it.
         """
         async with self._counting:
             if not self._counted:
@@ -111,7 +112,7 @@ class SamplingRound:
 
     def _score_waiting(self) -> None:
         ready = [self._waiting.get() for _ in range(self._waiting.qsize())]
-        if not ready:  # the call before has scored them too
+        if not ready:  # the previous call has scored them already
             return
         prompts = {entry.prompt.prompt_id: entry.prompt for entry in ready}
         rollouts = [rollout for entry in ready for rollout in entry.group]

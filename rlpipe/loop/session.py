@@ -1,4 +1,4 @@
-"""The session of a process: the run it holds, the pools, the scorers, and things loaded once.
+"""The session of a process: the run that it holds, the pools, the scorers, and data loaded once.
 
 All stages of the process share it. Nothing in it is needed after a crash: all of it is rebuilt from
 the store.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One held run and its resident parts. Parts start when first asked for."""
+    """A held run and its resident parts. Each part starts when it is first used."""
 
     def __init__(self, run: Run, work_dir: Path, start_service: StartService = nobody_starts) -> None:
         self.run = run
@@ -61,7 +61,7 @@ class Session:
         self.behind = Behind(run)
         self.data = RunData(run, work_dir)
         self.clock = Clock()
-        self.sampling_round: SamplingRound | None = None  # that is at work
+        self.sampling_round: SamplingRound | None = None  # the one in progress
         self._rewards: dict[str, RewardPool] = {}
         self._rewards_lock = threading.Lock()  # shards are scored while others are sampled
         self._closed = False
@@ -73,15 +73,17 @@ class Session:
         return self.run.config
 
     async def _may_steer(self) -> None:
-        """TakenOver, EngineError: engines and trainer are another's by now, or of nobody."""
+        """Raises TakenOver or EngineError when engines and trainer are no longer this session's to
+        use.
+        """
         self.check_open()
         if self.run.lease is not None:
-            # a store that says nothing keeps nobody from its engines
+            # a store that does not answer is no reason to stop using the engines
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.run.lease.check_unless_fresh)
 
     async def serve(self, policy: ArtifactRef, version: int) -> bool:
-        """Puts a policy on every engine, starting the pool if need be; False when it was served
+        """Puts a policy on every engine, starting the pool if need be; False when it is served
         already.
         """
         async with self._pool_lock:
@@ -92,13 +94,13 @@ class Session:
                 async with self.trainer.turn:
                     await self.trainer.memory.to_engines()
             nearby = self.behind.nearby(policy)
-            if nearby and not nearby.servers and not self.config.engines_here:  # nobody reaches it there
+            if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
                 await self.behind.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:
                 async with self.trainer.turn if nearby and nearby.sender else contextlib.nullcontext():
                     await self.pool.serve(policy, version, probe, nearby)
-            except StoreError as error:  # the trainer that had it was lost
+            except StoreError as error:  # the trainer that had the files was lost
                 if not self.behind.is_under_way(policy):
                     raise
                 log.warning(
@@ -153,23 +155,25 @@ class Session:
         return agents
 
     def check_open(self) -> None:
-        """A shard may outlive another that failed, and the flow that failed with it: it starts
-        nothing any more.
+        """EngineError once the session is closed.
+
+        A shard may outlive another shard that failed, and the flow that failed with it; this keeps
+        it from starting anything.
         """
         if self._closed:
             raise EngineError(f"run {self.run.name} was closed")
 
     async def close(self, failed: bool = False) -> None:
-        """Commits what is under way, and ends all parts.
+        """Waits for the commits in progress, then ends all parts.
 
-        `failed`: something else has ended the session.
+        `failed`: True when an error has ended the session; then commits get CLOSE_S.
         """
         try:
             if not failed:
                 await self.behind.landed()
         finally:
             self._closed = True
-            # first: a shard that outlived a failed one scores and steps no more
+            # first: a shard that outlived a failed one must not score or step any more
             await self._closing.aclose()
             await self.behind.close()
             await asyncio.gather(
@@ -179,7 +183,7 @@ class Session:
                 asyncio.to_thread(self.tracker.close),
                 asyncio.to_thread(self.behind.retention.close),
             )
-            if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of who holds the run now
+            if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of the new holder
                 await asyncio.to_thread(remove_copies, self.data.folder)
 
 
@@ -195,11 +199,12 @@ def is_open(config: PipelineConfig) -> bool:
 async def open_session(
     config: PipelineConfig, start_service: StartService = nobody_starts, flow_run: str = ""
 ) -> AsyncIterator[Session]:
-    """The session of a run: opened by the outermost flow (`flow_run`), shared by those inside it.
+    """Yields the session of a run: opened by the outermost flow (`flow_run`), shared by those
+    inside it.
 
-    `start_service`: for what runs elsewhere. UserError when the run is held by another process, or
-    was created with other settings; TakenOver, whatever the body was doing, soon after another
-    process has taken it.
+    `start_service` starts what runs elsewhere. UserError when the run is held by another process,
+    or was created with other settings. TakenOver, whatever the body does, soon after another
+    process has taken the run over.
     """
     if (key := (config.store, config.run)) in _open:
         yield _open[key]
@@ -207,12 +212,12 @@ async def open_session(
     async with contextlib.AsyncExitStack() as stack:
         work = stack.enter_context(working())
         with contextlib.ExitStack() as hurried:
-            # before the rest ends: who waits for the store, or asks it then, holds up no end
+            # first: calls that wait for the store, or begin then, must not delay the end
             hurried.callback(work.end)
             run = await asyncio.to_thread(create_or_continue, config)
             held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
             stack.push_async_exit(partial(_give_back, held))
-            await stack.enter_async_context(told(held))  # of what fails in the end of the session
+            await stack.enter_async_context(told(held))  # for errors while the session ends
             session = _open[key] = await asyncio.to_thread(_begin, replace(run, lease=held), start_service)
             stack.push_async_exit(partial(_end, session))
             stack.callback(_open.pop, key)
@@ -229,7 +234,7 @@ async def _end(session: Session, kind: type[BaseException] | None, error: BaseEx
 
 
 async def _give_back(held: lease.Lease, kind: type[BaseException] | None, *_: object) -> None:
-    # what else has ended it is said, not a store that is away
+    # the error that ended the session is raised, not that of a store that does not answer
     with contextlib.suppress(*([OSError] if kind else [])):
         await asyncio.to_thread(held.release)
 

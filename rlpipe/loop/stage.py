@@ -1,4 +1,4 @@
-"""Stages that become facts: each answers from its manifest, or computes, then commits.
+"""Stages, whose results are committed: each answers from its manifest, or computes, then commits.
 
 A stage is one function, declared once. Its key, inputs, settings hash and commit, and its Prefect
 task (tasks/stages.py), follow from the declaration:
@@ -49,7 +49,7 @@ class StageKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at a stage, and where it writes: no other attempt has its files."""
+    """One try at a stage, and the place where it writes: no other attempt has its files."""
 
     store: Store
     folder: str
@@ -66,7 +66,8 @@ class Attempt:
 class Produced:
     """The files that a stage wrote, and its metrics, before they are committed.
 
-    `published`: where the files are on their way to the store from; None when they are there.
+    `published`: the places of the files while they are uploaded to the store; None when the store
+    has them.
     """
 
     files: list[FileRecord]
@@ -76,7 +77,7 @@ class Produced:
 
 
 Result = TypeVar("Result")
-# the named arguments of a stage: a flow that gives others is an error of pyright
+# the named arguments of a stage: pyright refuses a flow that passes others
 P = ParamSpec("P")
 Produce = Callable[[Attempt], Produced | Awaitable[Produced]]
 Function = Callable[Concatenate[Session, Attempt, P], Produced | Awaitable[Produced]]
@@ -85,8 +86,8 @@ Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]
 
 @dataclass(frozen=True, eq=False)
 class Stage(Generic[P]):
-    """A declared stage: called with the session and the function's other arguments, it answers with
-    what is committed.
+    """A declared stage: called with the session and the function's other arguments, it returns the
+    committed result.
     """
 
     function: Function[P]
@@ -104,8 +105,10 @@ class Stage(Generic[P]):
         return await run_stage(session, key, self._inputs(arguments), settings, produce)
 
     def key(self, session: Session, **arguments: Any) -> StageKey:
-        """The artifact of these arguments; what is made of a policy, by its `version`, lies beside
-        it.
+        """Returns the key of the artifact of these arguments.
+
+        A stage that is made from a policy (an empty phase) lies beside that policy, which `version`
+        names.
         """
         if not self.phase:
             return StageKey(*session.run.policy_place(arguments["version"]), self.name)
@@ -113,7 +116,7 @@ class Stage(Generic[P]):
         return StageKey(self.phase, iteration, self.name.format(**arguments))
 
     def settings(self, config: PipelineConfig) -> JsonDict:
-        """The settings that the result depends on, flat.
+        """Returns the settings that the result depends on, flat.
 
         Example: {"seed": 0, "rl.num_prompts": 64, ...}.
         """
@@ -133,11 +136,11 @@ class Stage(Generic[P]):
 def stage(
     phase: str, name: str, *, settings: Fields = (), verb: str = "", numbered: str = "{name}-{index}"
 ) -> Callable[[Function[P]], Stage[P]]:
-    """Declares a stage of a phase.
+    """Declares a stage of a phase; an empty phase puts it beside its policy.
 
-    An empty phase: beside the policy. `name`: its key, filled with the arguments; `settings`: the
-    config fields that its result depends on; `verb`: its name for people, where it is not the
-    function's; `numbered`: how the inputs of a list are called.
+    `name`: its key, filled with the arguments; `settings`: the config fields that its result
+    depends on; `verb`: its name for people, where it is not the function's; `numbered`: the names
+    of inputs that come as a list.
     """
 
     def declared(function: Function[P]) -> Stage[P]:
@@ -147,7 +150,7 @@ def stage(
 
 
 def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
-    """The seed and these fields of the config.
+    """Returns the seed and these fields of the config.
 
     `data.USE` is all data sets of that use, `model.*` a whole section.
     """
@@ -167,13 +170,11 @@ def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
 async def run_stage(
     session: Session, key: StageKey, inputs: dict[str, ArtifactRef], settings: JsonDict, produce: Produce
 ) -> StageResult:
-    """Answers from the stage's manifest if it has one, else produces and commits it.
+    """Returns the result from the stage's manifest if it has one, else produces and commits it.
 
-    `produce` is called in a thread.
-
-    It is committed after all of its inputs, which may be on their way to the store; what was only
-    published itself is committed behind. UserError when the manifest records other inputs or
-    settings than these.
+    `produce` is called in a thread. The commit waits until all inputs are committed. A result that
+    is only published itself is committed in the background. UserError when the manifest records
+    other inputs or settings than these.
     """
     run = session.run
     session.behind.check()
@@ -222,8 +223,8 @@ async def run_stage(
 
 
 async def all_ended(calls: list[Awaitable[Result]]) -> list[Result]:
-    """The results of all calls, in order, once every one has ended; the first fault among them is
-    raised.
+    """Waits until every call has ended; returns all results in order, or raises the first error in
+    that order.
     """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
@@ -233,5 +234,5 @@ async def all_ended(calls: list[Awaitable[Result]]) -> list[Result]:
 
 
 def now() -> str:
-    """The time as manifests and records say it."""
+    """Returns the current time as manifests and records write it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

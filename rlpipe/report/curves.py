@@ -1,5 +1,6 @@
 """The pictures and the summary of a run for a person: its curves as a PNG, the reward so far as a
-small SVG, and the changes of the evaluations at the end."""
+small SVG, and the changes of the evaluations at the end.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ DRAWN = re.compile(r"_(greedy|maj_at_\d+|format_rate)$")
 class Point:
     """Metrics at one step.
 
-    `time_ms` is when they were committed: logging a point twice is logging the same point.
+    `time_ms` is the time of their commit, so that a point that is logged twice is the same point.
     """
 
     step: int
@@ -69,7 +70,9 @@ class DataSet:
 
     @classmethod
     def of(cls, data: DataConfig, digest: str, num_rows: int) -> DataSet:
-        """A set of the config with what was read of it; MLflow keeps 36 characters of a digest."""
+        """A set of the config with the digest and row count that were read; MLflow keeps 36
+        characters of a digest.
+        """
         is_file, on_s3 = expanded(data.source).exists(), is_outside(data.source)
         uri = data.source if on_s3 else str(expanded(data.source).absolute())
         source = {"uri": uri} if is_file or on_s3 else {"tags": {"source": data.source}}
@@ -84,7 +87,9 @@ class DataSet:
 
 
 def code_tags(run: Run) -> dict[str, str]:
-    """Tags that say which code works on a run, what it was forked from, and where it is shown."""
+    """Tags with the code version of a run, the run that it was forked from, and the address where
+    it is shown.
+    """
     code = code_version()
     # empty where it is none: what a start before said would stay
     tags = {"rlpipe.code_version": code, "mlflow.source.git.commit": code if re.fullmatch("[0-9a-f]{12}", code) else ""}
@@ -96,8 +101,9 @@ def code_tags(run: Run) -> dict[str, str]:
 
 
 def policy_tags(run: Run, version: int) -> dict[str, str]:
-    """The origins of a policy, each as the sha256 of its manifest: the policy before it, the base
-    model, SFT's data, the KL's reference; the prompts of RL as the sha256 of their rows."""
+    """The inputs of a policy, each as the sha256 of its manifest: the previous policy, the base
+    model, SFT's data, the KL term's reference; the prompts of RL as the sha256 of their rows.
+    """
     rl, (ref, manifest) = run.config.rl, run.policy(version)
     tags = {"rlpipe.version": str(version), "rlpipe.policy_sha256": ref.sha256}
     if "previous" in manifest.inputs:
@@ -124,7 +130,7 @@ def fetch_points(run: Run, source: str, unit: int) -> list[Point]:
 
 
 def sft_points(run: Run, segment: int) -> list[Point]:
-    """One committed SFT segment: the loss of every step, the rest once."""
+    """The points of one committed SFT segment: the loss of every step, other metrics once."""
     _, manifest = run.committed("sft", segment, "policy")
     first, time_ms = segment * run.config.sft.segment_steps, _milliseconds(manifest.ended_at)
     points = [
@@ -138,8 +144,8 @@ def sft_points(run: Run, segment: int) -> list[Point]:
 
 
 def rl_points(run: Run, iteration: int) -> list[Point]:
-    """One committed iteration: its metrics at the iteration, the evaluation of the policy that it
-    made at that weight version.
+    """The points of one committed iteration: its metrics at the iteration, the evaluation of its
+    policy at that weight version.
     """
     record = run.record(iteration)
     time_ms = _milliseconds(record.ended_at)
@@ -149,8 +155,8 @@ def rl_points(run: Run, iteration: int) -> list[Point]:
 
 
 def evaluation_points(run: Run, version: int) -> list[Point]:
-    """The evaluation of a weight version, where the record of its iteration has none: at that
-    version, and of what a phase starts from once more under a name of its own.
+    """The evaluation of a weight version whose iteration's record has none: at that version, and,
+    for the start of a phase, again under a name of its own.
     """
     manifest = evaluation_of(run, version)
     record = run.iteration(version - 1) if version > 0 else None
@@ -197,7 +203,7 @@ def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
 
 
 def evaluation_of(run: Run, version: int) -> Manifest | None:
-    """The manifest of a weight version's evaluation, where there is one."""
+    """The manifest of a weight version's evaluation; None where there is none."""
     if version >= 0 and not run.sft_complete:
         return None
     artifact = run.artifact(*run.policy_place(version), "evaluation")
@@ -260,7 +266,8 @@ def _draw_losses(axis: Any, run: Run) -> None:
 
 def _drawn(names: set[str]) -> list[str]:
     """The metrics of the evaluation that are drawn: of pass@k only the first and the last k, so
-    that a set has a few lines and not ten."""
+    that a set has few lines.
+    """
     sets: dict[str, list[int]] = {}
     for name in names:
         if match := PASS_AT.fullmatch(name):
@@ -270,7 +277,7 @@ def _drawn(names: set[str]) -> list[str]:
 
 
 def _marker(num_points: int) -> str:
-    """Dots where there are few points: one alone would be no line."""
+    """Dots where there are few points: a single point would draw no line."""
     return "o" if num_points < DOTS_BELOW else ""
 
 
@@ -284,7 +291,7 @@ def _finish_axis(axis: Any, title: str, x_label: str) -> None:
 
 
 def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) -> str:
-    """The reward so far as an SVG polyline, for the workflow's UI."""
+    """The reward so far as an SVG polyline, for the UI."""
     last = max((point[0] for point in curve), default=0) or 1
     low = min((point[1] for point in curve), default=0.0)
     high = max((point[1] for point in curve), default=1.0)

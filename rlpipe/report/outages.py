@@ -1,5 +1,6 @@
-"""The line that says why the tracking of a run failed: MLflow is away (said only where it is), our
-own store did not give something, or the error itself."""
+"""The line that says why the tracking of a run failed: MLflow is away (only where it is), the store
+could not be read, or the error itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from rlpipe.base.errors import StoreError
 from rlpipe.config.secrecy import without_passwords
 
 MESSAGE_CHARS_MAX = 200
-DATABASE_AWAY = "OperationalError"  # of whatever driver
+DATABASE_AWAY = "OperationalError"  # of any driver
 # of the store, and of a file in it that is not as it should be, whatever trips over that
 READ_FAULTS = (
     StoreError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
@@ -20,7 +21,7 @@ Read = TypeVar("Read")
 
 
 class NotRead(Exception):
-    """Raised when something for MLflow could not be read from the store, or made of it."""
+    """Raised when data for MLflow could not be read from the store, or computed from it."""
 
 
 def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
@@ -32,7 +33,7 @@ def read(what: str, reads: Callable[..., Read], *arguments: Any) -> Read:
 
 
 def said_of(error: Exception, uri: str) -> str:
-    """One line about what kept MLflow at `uri` from what it was told.
+    """One line about the error that kept MLflow at `uri` from getting its data.
 
     Example: MLflow at http://x cannot be reached (connection refused).
     """

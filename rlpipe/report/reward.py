@@ -13,14 +13,14 @@ TIMES = 3.5
 
 
 def fall(curve: Sequence[Sequence[float]]) -> str:
-    """The fall, in words, at the point of the curve ([iteration, mean reward] each) where it is
-    first seen; empty when nothing fell.
+    """A text about the fall of the mean reward, at the point of the curve ([iteration, mean reward]
+    each) where it is first seen; empty when it did not fall.
 
-    Two points in a row have to lie below the mean of those before by more than chance explains: a
-    single bad iteration is no fall. Chance is told by the differences from one point to the next,
-    so a reward that climbs is not taken for noise.
+    Two adjacent points must lie below the mean of the earlier ones by more than chance explains:
+    one bad iteration is not a fall. Chance is estimated from the differences between adjacent
+    points, so a reward that climbs is not taken for noise.
     """
-    # of the same fall a noisy curve is in and out
+    # within one fall, a noisy curve crosses the bound several times
     is_known = any(_fallen(curve[:-back]) for back in range(1, BEFORE + 1))
     return "" if is_known else _fallen(curve)
 

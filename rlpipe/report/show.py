@@ -31,7 +31,7 @@ from rlpipe.store.run import Run, open_existing
 from rlpipe.store.run_record import last_started, run_names
 
 NOTHING, UNFINISHED = "-", "unfinished"
-READERS = 16  # runs that are looked at at the same time
+READERS = 16  # runs that are read at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
 TABLE_ROWS, TEXT_CHARS_MAX = 32, 2000
 LINE_CHARS_MAX = 240
@@ -44,7 +44,8 @@ TABLE_COLUMNS = [
 @dataclass(frozen=True)
 class RunSummary:
     """The progress of a run. `newest`: the record of its newest iteration; `ended_at`: when that,
-    or without RL a segment of SFT, was committed."""
+    or without RL a segment of SFT, was committed.
+    """
 
     run: Run  # with the config of its last start, which may plan more than it was created with
     segments: int
@@ -63,8 +64,8 @@ class RunSummary:
 
 
 def run_lines(store: Store) -> list[str]:
-    """One line a run: how far it is, its newest reward and commit, its state, and what it was
-    forked from.
+    """One line a run: its progress, its newest reward and commit, its state, and the run that it
+    was forked from.
     """
     summaries = run_summaries(store).items()
     lines = [
@@ -76,7 +77,8 @@ def run_lines(store: Store) -> list[str]:
 
 def run_summaries(store: Store) -> dict[str, RunSummary | str]:
     """The progress of each run of a store, by name; for a run of another version, or a damaged one,
-    the reason why it cannot be read."""
+    the reason why it cannot be read.
+    """
 
     def summary(name: str) -> RunSummary | str:
         try:
@@ -90,7 +92,7 @@ def run_summaries(store: Store) -> dict[str, RunSummary | str]:
 
 
 def run_summary(run: Run) -> RunSummary:
-    """A few reads of the store, however long the run is."""
+    """The progress of a run, by a few reads of the store, however long the run is."""
     run = replace(run, config=last_started(run.store, run.name))
     segments, complete = run.num_committed("sft", run.num_segments), run.sft_complete
     num_segments = run.sft_result()[1] if complete else run.num_segments
@@ -119,9 +121,9 @@ def _run_line(summary: RunSummary) -> str:
 
 
 def _stopped(run: Run, segments: int, committed: int) -> str:
-    """Why nobody works on a run that is not complete."""
+    """The reason why no process works on a run that is not complete."""
     phase, done = ("rl", committed) if run.sft_complete else ("sft", segments)
-    limited = committed or any(run.config.budget.model_dump().values())  # else it would read every segment for nothing
+    limited = committed or any(run.config.budget.model_dump().values())  # else each segment would be read without need
     reason = reason_to_stop(run, phase, done) if limited else ""
     return f"stopped by {reason.split('=')[0]}" if reason else UNFINISHED
 
@@ -152,8 +154,8 @@ def show_lines(run: Run) -> list[str]:
 
 
 def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
-    """The metrics of one iteration, and its rollouts group by group; of several turns a line a
-    turn.
+    """The metrics of one iteration, and its rollouts group by group; a line for each turn where
+    there are several.
     """
     record = run.iteration(iteration)
     if record is None:
@@ -259,7 +261,9 @@ def _rows(sides: list[dict[str, str]]) -> list[list[str]]:
 
 
 def _newest_metrics(run: Run) -> dict[str, str]:
-    """Without the evaluation, which not every iteration has, and without what the clock decides."""
+    """The newest metrics without the evaluation, which not every iteration has, and without
+    times.
+    """
     record = run.iteration(run.num_iterations - 1) if run.num_iterations else None
     metrics = record.metrics if record else {}
     return {
@@ -284,7 +288,7 @@ def flat_settings(value: Any, name: str = "") -> dict[str, str]:
 
 
 def parameter_text(value: Any) -> str:
-    """A setting as text, the same in whatever order its keys are."""
+    """A setting as text that does not depend on the order of its keys."""
     return printable(str(_by_key(value)))
 
 

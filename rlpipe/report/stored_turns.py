@@ -51,9 +51,10 @@ def _decoder(run: Run) -> Decode:
 
 
 def turns_reader(run: Run) -> Turns:
-    """A function from a rollout of this run to its turns, which its `rl.agent` may have made. It
-    reads the tokenizer once, at the first rollout of several turns; StoreError when it is
-    missing."""
+    """Returns a function from a rollout of this run to its turns, which its `rl.agent` may have
+    made. It reads the tokenizer once, at the first rollout of several turns; StoreError when it is
+    missing.
+    """
     decode = cache(lambda: _decoder(run))
 
     def turns(rollout: Rollout) -> Messages:

@@ -1,8 +1,8 @@
-"""MLflow, in a thread of its own and failing open: an outage costs a warning, never the run.
-docs/tracking.md says what is where.
+"""Tracking with MLflow, in a thread of its own: an outage costs a warning, never the run.
+docs/tracking.md lists what is where.
 
-The store is the truth: what MLflow missed is read from there and sent later, each step once, by
-whoever runs next.
+The store is the truth: points that MLflow missed are read from there and sent later, each step
+once, by the next process that works on the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
-PARENT = "post-train"  # the phase tag of the MLflow run that those of the phases are nested in
+PARENT = "post-train"  # the phase tag of the parent, the MLflow run around those of the phases
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
@@ -55,14 +55,16 @@ ENVIRONMENT = {
 
 def tracking_uri(config: PipelineConfig) -> str:
     """The address of MLflow. The one in the environment may hold a password: show it only through
-    `without_passwords`."""
+    `without_passwords`.
+    """
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
 
 
 def status_of(error: BaseException) -> str:
     """MLflow's status of a run that this exception ended: FAILED; KILLED by a signal or a
-    cancellation; SCHEDULED to go on later."""
+    cancellation; SCHEDULED where it goes on later.
+    """
     if isinstance(error, RunWaits):
         return "SCHEDULED"
     return "FAILED" if isinstance(error, Exception) else "KILLED"
@@ -79,7 +81,7 @@ class MlflowRun:
 
 
 class Tracker:
-    """Follows one pipeline run.
+    """Tracks one pipeline run.
 
     `fetch` reads the points of one unit of a source: an SFT segment, an RL iteration, the
     evaluation before RL.
@@ -94,32 +96,34 @@ class Tracker:
         self._project = run.config.tracking.project
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._phase = ""  # what is worked on
+        self._phase = ""  # the phase in progress
         self._runs: dict[str, MlflowRun] = {}
         self._sent: dict[str, int] = {}  # of each source the units that MLflow has
 
     def begin(self, phase: str) -> None:
-        """Says that a phase is worked on from now on."""
+        """Notes that a phase begins or goes on."""
         self._phase = phase
         self._submit(self._show_phase)
 
     def committed(self, source: str, units: int) -> None:
-        """Says that so many units of the source are in the store now: first when it begins, or is
-        continued.
+        """Notes that so many units of the source are in the store; called first when a source
+        begins, or is continued.
         """
         self._submit(lambda: self._send(source, units))
 
     def evaluated(self, version: int) -> None:
-        """Says that a weight version was evaluated; what MLflow has already it keeps once."""
+        """Notes that a weight version was evaluated; points that MLflow has already are kept
+        once.
+        """
         phase = "rl" if version > 0 or (version == 0 and self.run.config.rl.num_iterations) else "sft"
         self._submit(
             lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version))
         )
 
     def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
-        """Says that the data sets of a use are read.
+        """Notes that the data sets of a use are read.
 
-        They are asked for only where MLflow does not have them.
+        They are loaded only where MLflow does not have them.
         """
         self._submit(lambda: self._log_data(use, data_sets))
 
@@ -130,8 +134,8 @@ class Tracker:
         """Attaches the curves and registers the final policy by the URL of its folder (a path where
         it is on a disk), without copying it.
 
-        `lineage`: tags that say what it was made of. `on_registered` is called in the tracker's
-        thread, where it was not registered before.
+        `lineage`: tags with its inputs. `on_registered` is called in the tracker's thread, where it
+        was not registered before.
         """
         tags = lineage | {POLICY_TAG: policy_url, "rlpipe.run": self.run.name, "rlpipe.iterations": str(num_iterations)}
         tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
@@ -139,7 +143,9 @@ class Tracker:
         self._submit(lambda: self._register(policy_url, tags, on_registered))
 
     def close(self) -> None:
-        """Tells MLflow how the run ended, and gives it a bounded time to take what is left."""
+        """Sends MLflow the end status of the run, and waits a bounded time for the rest to be
+        sent.
+        """
         if self._thread is None:
             return
         self._queue.put(self._end)
@@ -167,14 +173,15 @@ class Tracker:
                 has_warned = False
             except Exception as error:
                 # an outage, a full disk, a wrong URI, a missing driver, any cloud's client:
-                # whatever it is, it fails open
+                # any error fails open
                 if not has_warned:
                     log.warning("%s; the run goes on", said_of(error, self._uri))
                 has_warned = True
 
     def _open(self, phase: str) -> MlflowRun:
-        """The MLflow run of a phase: found by its tags, or
-        created; with all parameters and tags."""
+        """The MLflow run of a phase: found by its tags, or created; with all parameters and
+        tags.
+        """
         if phase in self._runs:
             return self._runs[phase]
         nested = {} if phase == PARENT else {"mlflow.parentRunId": self._open(PARENT).run_id}
@@ -201,7 +208,7 @@ class Tracker:
 
     def _describe(self, entity: Any) -> None:
         """Adds the parameters and tags that an MLflow run lacks: all where it is new, the rest
-        where a process died between.
+        where a process died in between.
         """
         from mlflow.entities import Param
 
@@ -213,8 +220,9 @@ class Tracker:
         self._client.log_batch(entity.info.run_id, params=params)
 
     def _show_phase(self) -> None:
-        """The phase that is worked on is RUNNING, and so is the
-        parent; one before it is FINISHED."""
+        """Sets the phase in progress and the parent to RUNNING, and an earlier phase to
+        FINISHED.
+        """
         if not self._phase:
             return
         for phase in (PARENT, self._phase):
@@ -236,8 +244,9 @@ class Tracker:
         mlflow_run.status = status
 
     def _send(self, source: str, units: int) -> None:
-        """Sends every unit that MLflow does not have, oldest
-        first, and remembers how far it got."""
+        """Sends every unit that MLflow does not have, oldest first, and remembers the number
+        sent.
+        """
         phase, tag = self._open(PHASE_OF[source]), SENT_TAG + source
         self._show_phase()
         for unit in range(self._sent.setdefault(source, int(phase.tags.get(tag, 0))), units):
@@ -311,7 +320,8 @@ class Tracker:
     def _end(self) -> None:
         """Ends the MLflow runs that are RUNNING; where this process began no phase, only those that
         it created, as another process may work on the others. A run that waits for a person is
-        between two phases: the phase is FINISHED, its parent SCHEDULED."""
+        between two phases: the phase is FINISHED, its parent SCHEDULED.
+        """
         if self.stopped and self.status == "FINISHED" and PARENT in self._runs:
             self._client.set_tag(self._runs[PARENT].run_id, STOPPED_TAG, self.stopped)
         for phase, mlflow_run in self._runs.items():

@@ -10,10 +10,10 @@ import httpcore
 
 
 class DeadlineStream(httpcore.NetworkStream):
-    """A connection of which each use ends at a deadline, which it gets as `timeout`: a time on the
+    """A connection of which each use ends at a deadline, passed as `timeout`: a time on the
     monotonic clock.
 
-    httpcore's own timeout would start anew with every byte that trickles in.
+    httpcore's own timeout would start again with every byte that arrives.
     """
 
     def __init__(self, stream: httpcore.NetworkStream) -> None:
@@ -47,7 +47,7 @@ class DeadlineBackend(httpcore.SyncBackend):
 
 
 def _left_s(ends_s: float | None) -> float:
-    """Seconds until a deadline; TimeoutError when there are none."""
+    """Seconds until a deadline; TimeoutError when it is past."""
     assert ends_s is not None, "a call without a deadline"
     left_s = ends_s - time.monotonic()
     if left_s <= 0:

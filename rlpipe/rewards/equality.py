@@ -1,5 +1,6 @@
-"""The equality of two values that math-verify has read, where `verify` alone would call more values
-equal, or fewer."""
+"""The equality of two values that math-verify has read, for cases where its `verify` alone would
+call too many values equal, or too few.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def are_equal(reference: list[Any], values: list[Any], exponent: int) -> bool:
 
 
 def _worked_out(value: Any) -> Any:
-    """With the i that math-verify takes for any letter as the imaginary unit, and 3^(2^10) as a
-    number, for which verify takes seconds.
+    """The value with i, which math-verify takes for an ordinary letter, as the imaginary unit, and
+    with 3^(2^10) as a number, for which verify takes seconds.
     """
     if isinstance(value, Pow) and value.is_number:
         return value.doit()
@@ -102,15 +103,17 @@ def _are_inequalities(value: Any) -> bool:
 
 
 def all_at_once(value: Any) -> Any:
-    """Inequalities that hold together: x > 2 and x < 5.
+    """The inequalities that hold together: x > 2 and x < 5.
 
-    Without that word the parser has the same for x < 2 or x > 5.
+    Without that word the parser returns the same for x < 2 or x > 5.
     """
     return And(*value.args) if _are_inequalities(value) else value
 
 
 def _joined(value: Any) -> Any:
-    """Bounds of a letter that never hold all, x < 2 or x > 5, as the set of their solutions."""
+    """Bounds of a letter that never hold all at once, x < 2 or x > 5, as the set of their
+    solutions.
+    """
     if not (_are_inequalities(value) and len(value.free_symbols) == 1 and all(map(_is_bound, value.args))):
         return value
     parts = [part.as_set() for part in value.args]
@@ -118,7 +121,7 @@ def _joined(value: Any) -> Any:
 
 
 def _is_bound(part: Any) -> bool:
-    """x < 2, or 1 < x < 2; not x < i."""
+    """True for x < 2 and 1 < x < 2, not for x < i."""
     if isinstance(part, SympyAnd):
         return all(map(_is_bound, part.args))
     return any(
@@ -130,13 +133,14 @@ def _is_bound(part: Any) -> bool:
 def _solutions(equation: Eq) -> list[Any]:
     try:
         return list(solve(equation, equation.free_symbols))
-    except Exception:  # whatever sympy raises where it knows no way
+    except Exception:  # any error of sympy where it finds no solution
         return []
 
 
 def _is_side(expected: Any, value: Any) -> bool:
-    """True when one is an equation as `y'' + y = 0` and the other is not: math-verify would compare
-    with its right side alone."""
+    """True when one is an equation such as `y'' + y = 0` and the other is not: math-verify would
+    compare with its right side alone.
+    """
     if isinstance(expected, Eq):
         return isinstance(expected.lhs, Add) and not isinstance(value, (Relational, And))
     unsolved = isinstance(value, Eq) and isinstance(value.lhs, Add) and value.lhs.free_symbols

@@ -109,7 +109,7 @@ def bare(text: str) -> str:
 
 
 def scaled(text: str) -> str:
-    """With "2.5 million" as 2500000."""
+    """The text with "2.5 million" as 2500000."""
     return _SCALED.sub(_scaled, text)
 
 
@@ -159,10 +159,10 @@ def letters(formula: str) -> frozenset[str]:
 
 def says_more(formula: str, read: str) -> bool:
     """True when a mended formula means more than math-verify's value of it; `read` is the text that
-    math-verify made of it.
+    math-verify made from it.
 
-    So it is where numbers or letters are missing there, and where signs are in it to which the
-    grammar gives no meaning, or another.
+    That is so where numbers or letters are missing there, or where it has signs that the grammar
+    ignores or reads differently.
     """
     words = _unwrapped(formula)
     if (_MORE.search(words) and not _RATIO.fullmatch(formula)) or MEASURES.search(words):
@@ -189,8 +189,8 @@ def same_text(formula: str) -> str:
 
 
 def last_unit(text: str) -> str:
-    """The unit that follows the last number, or a currency before it, in one spelling; empty when
-    there is none that is known.
+    """The unit after the last number, or a currency before it, in one spelling; empty when there is
+    no known one.
     """
     text = re.sub(rf"{_POWER}\s*$", "", _unwrapped(text.strip().removesuffix(".")))
     words = re.findall(r"[A-Za-z]+", re.split(r"[\d}]", text)[-1].replace(".", "")) if re.search(r"\d", text) else []
@@ -218,8 +218,8 @@ def _repeating(whole: str, fixed: str, repeated: str) -> str:
 
 
 def _in_both_cases(text: str) -> str:
-    """With R as `R_{cap}` where there is an r too: neither math-verify nor `same_text` tells the
-    two apart.
+    """The formula with R as `R_{cap}` where there is an r too: neither math-verify nor `same_text`
+    tells the two apart.
     """
     cases = {letter for run in _FEW_LETTERS.findall(LATEX_TEXT.sub(" ", text)) for letter in run[0]}
     both = {letter for letter in cases if letter.isupper() and letter.lower() in cases}
@@ -266,5 +266,5 @@ def _unwrapped(text: str) -> str:
 
 
 def _signs(text: str) -> Counter[str]:
-    """The digits and letters of a formula, commands left out. A leading zero counts for none."""
+    """The digits and letters of a formula without commands. Leading zeros do not count."""
     return Counter(re.findall(r"[a-z]|\d", _COMMANDS.sub("", re.sub(r"(?<!\d)0(?=\.)", "", text)).lower()))

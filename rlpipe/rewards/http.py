@@ -1,5 +1,5 @@
-"""Rewards behind HTTP: a few calls at a time, each rollout with a deadline, tried again while the
-service is only briefly away.
+"""Rewards over HTTP: a few calls at a time, each rollout with a deadline, tried again while the
+service is away for a short time.
 
 The reward `remote` is a service of your own that answers a rollout with {"reward": number}. `judge`
 is a language model behind an OpenAI-compatible endpoint, which grades completions by a rubric.
@@ -84,13 +84,12 @@ class RewardService:
         return address
 
     def hides_url(self) -> bool:
-        """True when nobody may learn the address: the config names only the environment
-        variable."""
+        """True when the address is secret: the config names only the environment variable."""
         return self.url.startswith("$")
 
     def key(self) -> str:
-        """The bearer token, empty where none is wanted; ValueError when there is none in the
-        environment variable.
+        """The bearer token, empty where none is needed; ValueError when the environment variable is
+        not set.
         """
         key = _variable(f"key_env={self.key_env!r}", self.key_env).strip() if self.key_env else ""
         if not key.isprintable():
@@ -105,7 +104,7 @@ class RewardService:
         return item
 
     def reading(self, answer: Any) -> Any:
-        """The reward in the JSON that it answers; InvalidAnswer when there is none."""
+        """The reward in the JSON answer; InvalidAnswer when there is none."""
         if not isinstance(answer, dict) or "reward" not in answer:
             raise InvalidAnswer(f"it answered {str(answer)[: 2 * QUOTED_CHARS]!r}, not {{'reward': number}}")
         return answer["reward"]
@@ -149,8 +148,8 @@ class Judge(RewardService):
 
 
 def verdict(text: str, scale: float) -> float:
-    """The score in a judge's answer, after its thinking: the last line, and the only one, that says
-    `Score:`; else InvalidAnswer.
+    """The score in a judge's answer, after its thinking: in the last line, which must be the only
+    one with `Score:`; else InvalidAnswer.
     """
     lines = [line.strip().strip("*`").strip() for line in text.rpartition("</think>")[2].strip().splitlines()]
     scores = [line for line in lines if line.startswith("Score:")]
@@ -170,8 +169,8 @@ def _variable(field: str, name: str) -> str:
 
 
 class ServiceFault(Exception):
-    """No answer worth the name. "reward_unavailable": a connection error, 429 or 5xx;
-    "reward_error": asking again would not help.
+    """Raised when no usable answer comes. "reward_unavailable": a connection error, 429 or 5xx;
+    "reward_error": another try would not help.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -180,7 +179,7 @@ class ServiceFault(Exception):
 
 
 class HttpScorer:
-    """One service. A rollout has `timeout_s` for all its tries and the pauses between them."""
+    """One service. Each rollout has `timeout_s` for all its tries and the pauses between them."""
 
     def __init__(self, name: str, weight: float, timeout_s: float, service: RewardService) -> None:
         self._name = name
@@ -205,16 +204,16 @@ class HttpScorer:
         self._mask = Mask([key, *queried], places) if service.hides_url() else Mask([key], [])
 
     def start(self) -> None:
-        """Nothing: the service runs elsewhere."""
+        """Does nothing: the service runs elsewhere."""
 
     def close(self) -> None:
-        """Stops asking: items that have not been asked yet are not asked any more."""
+        """Stops calls: items that have not been sent yet are not sent any more."""
         self._closed.set()
 
     def score(self, items: list[Item]) -> list[Score]:
         """One Score per item, in order.
 
-        After FAILURES_MAX failures in a row the rest is not asked: reward_unavailable.
+        After FAILURES_MAX failures in a row the rest is not sent: reward_unavailable.
         """
         self._num_failed_in_row = 0
         concurrency = self._service.concurrency
@@ -242,8 +241,8 @@ class HttpScorer:
         return score
 
     def _checked(self, reward: Any) -> Any:
-        """The reward, whose parts have short names: they are metrics, in the store, Prefect and
-        MLflow; InvalidAnswer for another one.
+        """The reward, if its parts have short names, as they become metrics in the store, Prefect
+        and MLflow; else InvalidAnswer.
         """
         for name in reward if isinstance(reward, dict) else ():
             if not PART_NAME.fullmatch(name) or self._mask(name) != name:
@@ -294,11 +293,12 @@ class HttpScorer:
             )
         try:
             return json.loads(body)
-        except (ValueError, RecursionError) as error:  # RecursionError: a great many brackets
+        except (ValueError, RecursionError) as error:  # RecursionError: too many brackets
             raise InvalidAnswer(f"it answered no JSON ({type(error).__name__}): {text}") from error
 
     def _fault(self, reason: str, message: str) -> Score:
-        """The Score of a rollout that a service or a library failed on. The message may repeat what
-        it was asked: it is told without the key, and without a URL that the config hides."""
+        """The Score of a rollout on which a service or a library failed. Its message may repeat the
+        request: the key, and a URL that the config hides, are removed.
+        """
         said = self._mask(message[: 3 * QUOTED_CHARS])[:QUOTED_CHARS]
         return Score(None, {}, reason, f"reward {self._name!r} at {self._place}: {said}")

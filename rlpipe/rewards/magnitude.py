@@ -1,5 +1,6 @@
-"""The size of a formula that sympy would work out: `9^{9^{9^9}}` has more digits than there is
-memory. Pure."""
+"""The size of a formula that sympy would compute: `9^{9^{9^9}}` has more digits than there is
+memory. Pure.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def is_too_long(formula: str) -> bool:
 
 
 def _of_group(tokens: deque[str], terms: list[float]) -> tuple[float, int]:
-    """The most digits that the value of a group has, which ends at a closing bracket; and the
-    number of its terms, if it is a sum with letters.
+    """The most digits of the value of a group, which ends at a closing bracket; and the number of
+    its terms, if it is a sum with letters.
 
-    The digits are those of its longest part, and of that all factors'. The index of a sum, k=1, has
-    no terms. `terms` gets those of the powers within.
+    The digits are the sum over the factors of its longest term. The index of a sum, k=1, has no
+    terms. `terms` gets those of the powers within.
     """
     parts, seen, before = [0.0], {""}, [*tokens]
     while tokens and tokens[0] not in _CLOSING:
@@ -55,7 +56,7 @@ def _of_group(tokens: deque[str], terms: list[float]) -> tuple[float, int]:
 
 
 def _of_factor(tokens: deque[str], terms: list[float]) -> float:
-    """The digits of a number, letter or group, with the powers and factorials behind it."""
+    """The digits of a number, letter or group, with the powers and factorials after it."""
     token, summed = tokens.popleft(), 1
     if token in {"(", "[", "{"}:
         digits, summed = _of_group(tokens, terms)

@@ -1,8 +1,8 @@
 """The rewards `math` and `deepscaler`: is the final answer equal to the reference, by math-verify
-where it reads both whole.
+where it reads both completely.
 
-What math-verify reads in part is compared as text. So a number out of a congruence, a time or a
-vector is never taken for the answer.
+Text that math-verify reads only in part is compared as text. So a number inside of a congruence, a
+time or a vector is never taken for the answer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ IN_PART = re.compile(
 class ReferenceAnswer:
     """A reference answer.
 
-    `values` is what math-verify made of the whole of it; None where it is compared as text.
+    `values` is math-verify's reading of all of it; None where it is compared as text.
     """
 
     text: str
@@ -66,10 +66,10 @@ class ReferenceAnswer:
 
 
 def score_math(prompt: RewardPrompt, completion: str) -> float:
-    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without an answer
-    that can be read.
+    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without a readable
+    answer.
 
-    The final answer is the one that is marked (`marked_answer`), or else what math-verify finds in
+    The final answer is the marked one (`marked_answer`), or else the one that math-verify finds in
     the last CHARS_MAX characters: the last formula or number.
     """
     reference = _reference(prompt)
@@ -80,11 +80,11 @@ def score_math(prompt: RewardPrompt, completion: str) -> float:
 
 
 def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
-    """As DeepScaleR scores: 1.0 when the last box after the thinking block is equal to the answer,
+    """DeepScaleR's score: 1.0 when the last box after the thinking block is equal to the answer,
     else 0.0.
 
-    The block has to be closed, once; its opening tag may be in the prompt, where many chat
-    templates put it. ValueError as in `score_math`.
+    The block must be closed, once; its opening tag may be in the prompt, where many chat templates
+    put it. ValueError as in `score_math`.
     """
     reference = _reference(prompt)
     thinking, closed, rest = completion.partition("</think>")
@@ -105,11 +105,11 @@ def _reference(prompt: RewardPrompt) -> ReferenceAnswer:
 
 @lru_cache(REFERENCES_MAX)
 def read_reference(answer: str) -> ReferenceAnswer:
-    """Reads the reference answer as a value, or as text to compare. ValueError where it can be
-    neither, or says several things.
+    """Reads the reference answer as a value, or as text to compare. ValueError where neither is
+    possible, or it says several things.
 
-    GSM8K's are a whole solution that ends in `#### 42`, others a formula, bare or in a box or in
-    `$`.
+    Those of GSM8K are a whole solution that ends in `#### 42`, others a formula, bare or in a box
+    or in `$`.
     """
     text = answer.rpartition("####")[2].strip()
     text = bare(boxed_answer(text) or text)
@@ -130,7 +130,7 @@ def read_reference(answer: str) -> ReferenceAnswer:
 
 
 def _of_prose(text: str) -> ReferenceAnswer:
-    """Words with one number, "18 dollars", are that number."""
+    """The number in words with one number, such as "18 dollars"."""
     values = _parsed(_cleaned(text))
     if not values:
         raise ValueError(
@@ -146,7 +146,7 @@ def _of_prose(text: str) -> ReferenceAnswer:
 
 
 def _is(reference: ReferenceAnswer, answer: str) -> bool:
-    """True when a text that is an answer and nothing else is the reference."""
+    """True when a text that is only an answer equals the reference."""
     text = bare(answer)
     if _in_other_case(reference.letters, letters(text)):
         return False
@@ -175,15 +175,16 @@ def _equals(reference: ReferenceAnswer, values: list[Any]) -> bool:
 
 
 def _in_other_case(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """True when one has R alone and the other r alone: two radii."""
+    """True when one has only R and the other only r: two different radii."""
     return any(
         letter.swapcase() in given and not {letter} & given and letter.swapcase() not in expected for letter in expected
     )
 
 
 def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
-    """True when a text ends in the reference, where no answer is marked: its last formula, or
-    number."""
+    """True when a text without a marked answer ends in the reference: its last formula, or
+    number.
+    """
     formulas = _formulas(text)
     if formulas and is_too_long(formulas[-1]):
         return reference.text == same_text(formulas[-1])
@@ -216,15 +217,15 @@ def _is_in_text(reference: ReferenceAnswer, text: str) -> bool:
 
 
 def _read_again(values: list[Any]) -> list[Any]:
-    """The value of the text that math-verify took out of another, where that is not what it has
-    read: of "3/5." it has read a float. Else empty.
+    """The value of the text that math-verify cut out of another, where it differs from its first
+    reading: "3/5." was read as a float. Else empty.
     """
     whole = _whole(values[-1]) if values else None
     return whole if whole is not None and whole[0] != values[0] else []
 
 
 def _whole(formula: str) -> list[Any] | None:
-    """math-verify's value of a formula, if it has one of all that is said; else None."""
+    """math-verify's value of a formula, if it covers all of the text; else None."""
     if len(formula) > FORMULA_CHARS_MAX or is_too_long(text := mended(formula)) or NO_FORMULA.search(text):
         return None
     values = parse(f"${text}$", FORMULA_ALONE, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
@@ -241,7 +242,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _formulas(text: str) -> list[str]:
-    """The formulas that are marked in it."""
+    """The marked formulas of a text."""
     return [next(filter(None, groups)) for groups in ENVIRONMENTS.findall(text) if any(groups)]
 
 
@@ -252,15 +253,14 @@ def _is_one_number(text: str, values: list[Any]) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    """True when it holds words outside of formulas; a text that has its formulas marked is no
-    prose."""
+    """True when it has words outside of formulas; a text with marked formulas is not prose."""
     words = WORD.search(LATEX_TEXT.sub("", text)) is not None and not re.fullmatch(r"[A-Z]+", text)
     return words and "$" not in text and "\\boxed" not in text
 
 
 def _cleaned(text: str) -> str:
-    """Without what math-verify stumbles over: prices in LaTeX, typographic minus signs, spaces
-    between thousands.
+    """The text without forms that math-verify cannot read: prices in LaTeX, typographic minus
+    signs, spaces between thousands.
     """
     text = re.sub(r"(\d/\d+)\.(?!\d)", r"\1", text)  # a fraction that ends a sentence
     return THOUSANDS.sub("", text.replace("\\$", "").replace("\u2212", "-"))

@@ -1,5 +1,5 @@
-"""All of `rl.rewards` together: functions and services score side by side, and each rollout gets
-one weighted sum or one fault.
+"""All of `rl.rewards` together: functions and services score at the same time, and each rollout
+gets one weighted sum or one fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """Every reward loaded, from here to `close`."""
+    """All rewards, loaded; `close` ends their processes."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class RewardPool:
         timeout_s: float,
         secrets: Secrets = Secrets(),  # noqa: B008
     ) -> None:
-        """`rewards` maps a name, or package.module:function, to its weight; `secrets` are those
-        that functions do not see, but for what their own arguments name. UserError for a reward
-        that cannot be loaded.
+        """`rewards` maps a name, or package.module:function, to its weight; `secrets` are variables
+        that functions do not see, except those that their own arguments name. UserError for a
+        reward that cannot be loaded.
         """
         self.last_error: str | None = None  # the first fault of the newest `score`, for the log
         self._closed = False
@@ -57,7 +57,7 @@ class RewardPool:
             undo.callback(self.close)
             for scorer in self._scorers:
                 scorer.start()
-            undo.pop_all()  # all are ready: they stay
+            undo.pop_all()  # all are loaded: they stay
 
     def score(self, items: list[Item], *, quiet: bool = False) -> list[Score]:
         """One Score per item, in order; threads take turns.
@@ -70,7 +70,7 @@ class RewardPool:
             try:
                 columns = list(threads.map(lambda scorer: scorer.score(items), self._scorers))
             finally:
-                if self._closed:  # what failed then is no fault of a rollout
+                if self._closed:  # such failures are not the rollouts' faults
                     raise EngineError("rl.rewards: closed while there was something to score")
             scores = [combined(list(row)) for row in zip(*columns, strict=True)]
             faults = [score for score in scores if score.reason is not None]
@@ -83,7 +83,7 @@ class RewardPool:
         return scores
 
     def close(self) -> None:
-        """Ends the processes; what is being scored ends soon, with an EngineError: a run that is
+        """Ends the processes; calls in progress end soon, with an EngineError: a run that is
         stopped commits no faults.
         """
         self._closed = True
@@ -100,8 +100,8 @@ class RewardPool:
 def score(
     rewards: dict[str, float], rows: list[JsonDict], args: RewardArgs | None = None, *, timeout_s: float = 10.0
 ) -> list[Score]:
-    """Scores rows outside of any run, with the code and the faults of a run: for notebooks and
-    tests of rewards.
+    """Scores rows outside of a run, with the code and the faults of a run: for notebooks and tests
+    of rewards.
 
     A row has `prompt` (text, or messages) and `completion`; where the reward reads them also
     `answer`, `metadata` (a dict) and `rollout` ({"num_tokens", "finish_reason", "environment",
@@ -158,16 +158,16 @@ def check_rewards(
     secrets: Secrets = Secrets(),  # noqa: B008
 ) -> float | None:
     """The best reward of the trial rollouts, which are tried until one has `passing`; None where
-    there are none, or they cannot tell: of services, which are not called, and of extras, as no
+    there are none, or they say nothing: for services, which are not called, and for extras, as no
     row has what they score.
 
-    UserError when a reward cannot be loaded, cannot keep to `timeout_s`, or can score nothing of a
-    data set.
+    UserError when a reward cannot be loaded, takes longer than `timeout_s`, or can score no row of
+    a data set.
 
-    `prompts` are the rows of each data set by its label, `written` completions that SFT shows, for
-    a reward that reads the format which SFT teaches, and `heard` what is left of completions that
-    were tokens. Functions are tried in a process of their own, so that this one imports none.
-    Services are not called: one that is down when it is needed is a fault of the rollouts,
+    `prompts` are the rows of each data set by its label, `written` completions from SFT data, for a
+    reward that reads the format which SFT teaches, and `heard` the text that is left of completions
+    after they were tokens. Functions are tried in a process of their own, so that this one imports
+    none. Services are not called: one that is down when it is needed is a fault of the rollouts,
     `reward_unavailable`.
     """
     _scorers(rewards, args, 1, timeout_s, secrets)
@@ -198,13 +198,16 @@ def check_rewards(
 
 def trial_completions(prompt: RewardPrompt, written: Sequence[str]) -> list[str]:
     """Completions for a trial of a reward before the policy has sampled any: the answer, the answer
-    between tags, nothing, and `written` (what SFT shows)."""
+    between tags, the empty text, and `written` (from SFT data).
+    """
     answer = prompt["answer"]
     return [*([] if answer is None else [answer, f"<answer>{answer}</answer>"]), "", *written]
 
 
 class _Trial(NamedTuple):
-    """The best reward of a data set's trial rollouts, or why none of them could be scored."""
+    """The best reward of a data set's trial rollouts, or the reason why none of them could be
+    scored.
+    """
 
     best: float
     error: str

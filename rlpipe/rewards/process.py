@@ -1,4 +1,4 @@
-"""Rewards in processes of their own, so that one may raise, crash, print or never return.
+"""Rewards in processes of their own, since one may raise, crash, print or never return.
 
 `hf:<folder>`, a model, is one of them.
 """
@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 class RewardLost(RuntimeError):
-    """A reward that was loaded before does not load again, for want of memory or of its files:
-    scoring is worth another try.
+    """Raised when a reward that was loaded before does not load again, for lack of memory or of its
+    files: another try may succeed.
     """
 
 
 class ProcessScorer:
-    """Processes with rewards loaded; each is asked `batch_size` rollouts at a time, which have n x
+    """Processes with rewards loaded; each gets `batch_size` rollouts at a time, n of them with n x
     `timeout_s`.
 
-    A process that dies or hangs is replaced. Functions are never asked again, and given up when
-    FAILURES_MAX processes were lost before any has answered. With `losses_max`, rollouts that fail
-    are asked again one by one, and at most so many processes are replaced within one `score`: a
-    process that was killed from outside costs no rollout.
+    A process that dies or hangs is replaced. Functions are not called again for its rollouts, and
+    given up when FAILURES_MAX processes were lost before any has answered. With `losses_max`,
+    rollouts that fail are sent again one by one, and at most so many processes are replaced within
+    one `score`: a kill from outside costs no rollout.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ProcessScorer:
         self._items = items
         self._scores: dict[int, Score] = {}  # by the rollout's index, as are the faults
         self._faults: dict[int, Fault] = {}
-        self._given_up: Fault | None = None  # the fault of what is not asked any more
+        self._given_up: Fault | None = None  # the fault of all rollouts that are not sent any more
         self._num_losses = 0
         self._has_answers = False
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
@@ -79,7 +79,7 @@ class ProcessScorer:
         self.processes.close()
 
     def _ask(self, batches: list[list[int]]) -> None:
-        """Asks the processes until nothing is left, or it is given up."""
+        """Sends batches to the processes until none is left, or the reward is given up."""
         left = iter(batches)  # every thread takes the next one
         self.processes.on_all(lambda child: self._work(child, left))
 
@@ -91,7 +91,7 @@ class ProcessScorer:
                 child.start()
                 answer = child.ask({"items": [self._items[index] for index in batch]}, self.timeout_s * len(batch))
             except UserError as error:
-                self._given_up = "reward_unavailable", str(error)  # for the other threads: there is nobody to ask
+                self._given_up = "reward_unavailable", str(error)  # for the other threads: no process is left
                 raise RewardLost(str(error)) from error
             except TimeoutError:
                 self._lose(batch, ("reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"))
@@ -106,8 +106,8 @@ class ProcessScorer:
                     self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
 
     def _keep(self, batch: list[int], answer: Scored | NotScored) -> None:
-        """Keeps a batch's scores, or the error that all of it met; KeyError, TypeError or
-        ValueError for what is no answer.
+        """Stores a batch's scores, or the error that all of it met; KeyError, TypeError or
+        ValueError for an invalid answer.
         """
         if "error" in answer:
             self._has_answers = True
@@ -119,9 +119,9 @@ class ProcessScorer:
         self._has_answers = True
 
     def _lose(self, batch: list[int], fault: Fault) -> None:
-        """A process was lost with a batch.
+        """Handles the loss of a process with a batch.
 
-        What has lost too many would go on so: it is given up.
+        After too many losses the reward is given up.
         """
         with self._lock:
             self._faults |= dict.fromkeys(batch, fault)
@@ -156,7 +156,7 @@ def model(
 
 
 def try_model(name: str) -> None:
-    """UserError naming what keeps the weights in a reward model's folder from being that model;
+    """UserError naming the reason why the weights in a reward model's folder are not that model;
     read once, in a process of its own.
     """
     hello = {"name": name, "tried": str(expanded(name.removeprefix("hf:")))}

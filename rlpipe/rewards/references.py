@@ -19,16 +19,16 @@ from rlpipe.processes.user_code import Loaded, Record, serve
 COMPARING = {"math", "deepscaler"}  # the rewards that read a reference so
 ROWS_MAX = 1000  # of a data set, spread over it
 ROWS_AT_ONCE = 20
-TIME_S = 5.0  # for a data set; what is not looked at by then is said
+TIME_S = 5.0  # for a data set; the text says how many were not read
 SHOWN_CHARS = 40
 NUMBER = re.compile(r"(?:.*####)?\s*-?\d[\d,]*(?:\.\d+)?\s*", re.DOTALL)  # compared by value: it is not asked about
 
 
 def references_line(answers: Sequence[str | None]) -> str:
-    """In words, how many of the references are compared as text and how many cannot be scored;
-    empty where all are compared by value.
+    """Text on the number of references that are compared as text and the number that cannot be
+    scored; empty where all are compared by value.
 
-    At most ROWS_MAX are looked at, and for TIME_S.
+    Reads at most ROWS_MAX, for at most TIME_S.
     """
     chosen = (
         [answers[index * len(answers) // ROWS_MAX] for index in range(ROWS_MAX)]

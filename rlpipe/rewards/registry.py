@@ -50,16 +50,16 @@ def format_reward(*, pattern: str = ONE_ANSWER) -> Reward:
 
 
 def exact(prompt: RewardPrompt, completion: str) -> float:
-    """1 when the text of the last `<answer>` is the reference answer, whatever the case; verifiers
-    may be kinder.
+    """1 when the text of the last `<answer>` is the reference answer, ignoring case; verifiers may
+    accept more.
     """
     answer = last_answer(completion)
     return float(answer is not None and answer.strip().lower() == str(prompt["answer"]).strip().lower())
 
 
 def length(*, target: Tokens | None = None, max: Tokens | None = None) -> Reward:
-    """By the completion's tokens: with `target`, 1 at the target and falling to 0 at none and at
-    twice as many; with `max`, 1 up to it.
+    """A score by the completion's tokens: with `target`, 1 at the target and falling to 0 at none
+    and at twice as many; with `max`, 1 up to it.
     """
     if (target is None) == (max is None):
         raise ValueError(f"target={target}, max={max}: give one of the two, in tokens")
@@ -90,8 +90,8 @@ def overlong(*, tokens_max: Tokens, buffer: Tokens, factor: Annotated[float, Fie
 
 
 def environment(prompt: RewardPrompt, completion: str, rollout: RolloutFacts) -> Any:
-    """The number that the rollout's environment gave; ValueError when there was no environment, or
-    it gave none.
+    """The number that the rollout's environment returned; ValueError when there was no environment,
+    or it returned none.
     """
     record = rollout["environment"]
     if not isinstance(record, dict) or "reward" not in record:
@@ -121,10 +121,10 @@ SERVICES = ("remote", "judge", "hf:<folder>")
 
 
 class ExtraReward(NamedTuple):
-    """A reward that an extra brings (`rlpipe.config.extras.REWARDS`).
+    """A reward of an extra (`rlpipe.config.extras.REWARDS`).
 
-    `factory`: as those of NAMED. `check`: given its arguments and rl.reward_timeout_s, raises a
-    UserError where it could not score here. It scores nothing of a trial: no row has what it reads.
+    `factory`: as those of NAMED. `check`: called with its arguments and rl.reward_timeout_s, raises
+    a UserError where it could not score on this machine. It is not tried: no row has what it reads.
     """
 
     factory: Callable[..., Reward]
@@ -148,7 +148,7 @@ def can_be_refused(name: str, args: RewardArgs) -> bool:
 
 
 def resolve(name: str, args: JsonDict | None = None) -> Reward:
-    """The reward function called `name`, its libraries imported; UserError names what exists.
+    """The reward function called `name`, its libraries imported; UserError lists the existing ones.
 
     Called with (prompt, completion), or, where it has a parameter `rollout`, with (prompt,
     completion, rollout=facts).
@@ -170,7 +170,7 @@ def wants_rollout(function: Reward) -> bool:
 
 
 def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
-    """UserError when there is nothing to score with, a name, weight or argument is no good, or two
+    """UserError when there is no reward, when a name, weight or argument is not valid, or when two
     rewards share a label.
     """
     if not rewards:
@@ -192,10 +192,10 @@ def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
 
 
 def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -> Any:
-    """Returns the object that the factory makes of its arguments, `given` before them.
+    """Returns the object that the factory makes from its arguments, `given` before them.
 
-    UserError names `rl.reward_args.<name>.<argument>` when one is not as its annotation wants it,
-    or the factory refuses it.
+    UserError names `rl.reward_args.<name>.<argument>` when one does not fit its annotation, or the
+    factory refuses it.
     """
     # a class checks its own
     checked = factory if isinstance(factory, type) else validate_call(config=ARGUMENTS)(factory)
@@ -208,7 +208,7 @@ def built(name: str, factory: Callable[..., Any], args: JsonDict, *given: Any) -
 
 
 def _refusal(name: str, factory: Callable[..., Any], error: ValidationError) -> str:
-    """The first argument that is refused, its value, and why."""
+    """The first argument that is refused, its value, and the reason."""
     first = error.errors(include_url=False)[0]
     where = "".join(f".{part}" for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":

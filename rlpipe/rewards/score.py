@@ -1,4 +1,4 @@
-"""The score of a rollout, and the interface of anything that scores, as the pool sees it."""
+"""The score of a rollout, and the interface of all scorers, as the pool uses it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ FAILURES_MAX = 32
 
 
 class RolloutFacts(TypedDict):
-    """The facts that a reward gets of a rollout beside its text."""
+    """The facts about a rollout that a reward gets beside its text."""
 
     num_tokens: int  # of the completion
     finish_reason: str
-    environment: OutcomeFields | None  # what that has recorded; None without one
+    environment: OutcomeFields | None  # its record; None without an environment
     turns: Messages  # who said what after the prompt; the completion alone where that is one turn
 
 
 def facts_of(rollout: Rollout, turns: Messages) -> RolloutFacts:
-    """The facts that a reward may know of a rollout beside its text. `turns`: see
-    `rlpipe.records.turns.turns_of`."""
+    """The facts about a rollout that a reward gets beside its text. `turns`: see
+    `rlpipe.records.turns.turns_of`.
+    """
     return {
         "num_tokens": len(rollout.completion_tokens),
         "finish_reason": rollout.finish_reason,
@@ -71,7 +72,7 @@ class ScoreFields(TypedDict):
 
 @final
 class Scored(TypedDict):
-    """The answer of a process that scored: one score an item, and what a person should know."""
+    """The answer of a process that scored: one score an item, and a warning for a person."""
 
     scores: list[ScoreFields]
     warning: NotRequired[str]
@@ -79,7 +80,7 @@ class Scored(TypedDict):
 
 @final
 class NotScored(TypedDict):
-    """The answer of a process that could not: the error that all items met."""
+    """The answer of a process that could not score: the error that all items met."""
 
     error: str
 
@@ -110,12 +111,14 @@ def label(name: str) -> str:
 
 
 def gives(reward: str, part: str) -> bool:
-    """True when a reward has this part: one that gives several has them under its own label."""
+    """True when a reward has this part: the parts of a reward with several are named under its own
+    label.
+    """
     return part == label(reward) or part.startswith(f"{label(reward)}_")
 
 
 def score_of(name: str, value: Any, weight: float) -> Score:
-    """The Score of what a reward answered, a number or several by name; InvalidAnswer when it is
+    """The Score of a reward's answer, a number or several by name; InvalidAnswer when it is
     anything else.
     """
     values = _named(name, value) if isinstance(value, dict) else {label(name): value}
@@ -135,8 +138,8 @@ def score_of(name: str, value: Any, weight: float) -> Score:
 
 
 def _named(reward: str, values: dict[Any, Any]) -> dict[str, Any]:
-    """The parts of a reward under their names in metrics: what no person can read in one is an
-    escape; InvalidAnswer for one that is too long.
+    """The parts of a reward under their names in metrics: unprintable characters are escaped;
+    InvalidAnswer for a name that is too long.
     """
     names = [printable(str(name)).replace("\n", "\\n").replace("\t", "\\t") for name in values]
     if long := [name for name in names if len(name) > PART_CHARS_MAX]:
@@ -155,7 +158,7 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
-    """The Score of what a user's code gives; a fault when it raises, or gives anything but finite
+    """The Score of a user's code; a fault when it raises, or returns anything but finite
     numbers.
     """
     try:
@@ -168,8 +171,8 @@ def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
 
 
 def combined(scores: list[Score]) -> Score:
-    """The sum of what several scorers said of one rollout, in whatever order, or the first fault
-    among them.
+    """The sum of several scorers' scores of one rollout, in any order, or the first fault among
+    them.
     """
     fault = next((score for score in scores if score.reason is not None), None)
     if fault is not None:

@@ -2,8 +2,8 @@
 prompt.
 
 Some of reasoning_gym's verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr`,
-which is one): a completion could run code of its own and patch the scores after it. What may reach
-those is a grammar in which no attribute, string or unknown function can be written.
+which evaluates too): a completion could run code of its own and patch the scores after it. They get
+only answers of a grammar in which no attribute, string or unknown function can be written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def score_answer(prompt: RewardPrompt, completion: str) -> float:
     """The verifier's score of the last `<answer>` of the completion, 0 to 1; ValueError for a
     prompt of another source.
 
-    Where the verifier would evaluate the answer, one outside EVALUATED's grammar counts as none.
+    Where the verifier would evaluate the answer, one outside EVALUATED's grammar counts as no
+    answer.
     """
     made = prompt["metadata"].get("reasoning_gym")
     if made is None:

@@ -24,8 +24,8 @@ CHARS_PER_TOKEN = 16
 
 
 def check_reward_model(folder: str) -> None:
-    """UserError naming what a folder's weights lack, or where they are no numbers: transformers
-    would warn, and use random ones.
+    """UserError naming the weights that a folder lacks, or that are not numbers: transformers would
+    warn, and use random ones.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -63,7 +63,7 @@ class RewardModel:
         self.model.to(device).eval()
 
     def rewards(self, items: list[Item]) -> tuple[list[float], int]:
-        """One number an item, and how many of their texts were cut to `tokens_max` tokens."""
+        """One number an item, and the number of texts that were cut to `tokens_max` tokens."""
         texts = [self._text(item) for item in items]
         special = self.tokenizer.chat_template is None  # a chat template writes its own
         longest = self.tokenizer(texts, add_special_tokens=special, truncation=True, max_length=self.tokens_max + 1)
@@ -100,7 +100,7 @@ class RewardModelFields(TypedDict):
 
 @final
 class FolderHello(TypedDict):
-    """A folder whose weights are looked at, and nothing is scored."""
+    """A folder whose weights are checked; nothing is scored."""
 
     name: str
     tried: str
@@ -125,8 +125,9 @@ class FunctionsHello(TypedDict):
 
 
 def load(hello: FolderHello | ModelHello | FunctionsHello) -> Loaded:
-    """The function that answers with the scores of rollouts; UserError for a reward that cannot be
-    loaded."""
+    """The function that returns the scores of rollouts; UserError for a reward that cannot be
+    loaded.
+    """
     if "tried" in hello:
         with _naming(hello["name"]):
             check_reward_model(hello["tried"])
@@ -153,7 +154,7 @@ def _function_scorer(name: str, weight: float, args: dict[str, Any]) -> Callable
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """UserError for whatever a folder raises, which may be broken in any way."""
+    """UserError for any error of loading a folder, which may be broken in any way."""
     try:
         with user_code():
             yield

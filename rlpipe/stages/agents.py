@@ -1,9 +1,9 @@
-"""Rollouts of agents with a loop of their own: what an agent asks the endpoint becomes the rollout,
-what it says at its end the outcome.
+"""Rollouts of agents with a loop of their own: the agent's requests to the endpoint become the
+rollout, and its final answer becomes the outcome.
 
-A rollout's tokens are those of its last branch: the prompt that it began with, then what was
-sampled (mask 1) and what the agent put between (mask 0, logprob 0). Its other branches lie beside
-the rollouts.
+The tokens of a rollout are those of its last branch: the prompt that it began with, then what was
+sampled (mask 1) and what the agent inserted between (mask 0, logprob 0). The other branches are
+stored beside the rollouts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LIMITS = {OUT_OF_TURNS: "limit_calls", TRUNCATED: "limit_tokens"}  # finish reas
 async def act(
     session: Session, requests: list[GroupRequest], prompts: list[Prompt], shard: StageKey | None
 ) -> list[list[Completion]]:
-    """The rollouts (`PlayedCompletion`) of groups, each by its agent.
+    """The rollouts (`PlayedCompletion`) of groups, each played by its agent.
 
-    `shard`: where replies are kept; an evaluation keeps none.
+    `shard`: the key beside which replies are kept; None for an evaluation, which keeps none.
 
-    UserError when one had a fault and there is no `rl.reward_fallback`.
+    UserError when a rollout had a fault and there is no `rl.reward_fallback`.
     """
     calls = None if shard is None else await asyncio.to_thread(CallLog, session.run.store, session.run.folder(*shard))
     started = []
@@ -76,7 +76,7 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> P
         if rollout.conversation.last is None and not rollout.limit:
             raise AgentFault("agent_silent", "it ended before a call of it was answered")
     except AgentFault as error:
-        if not (rollout.limit and error.reason == "agent_error"):  # it may well fail of a call that was refused
+        if not (rollout.limit and error.reason == "agent_error"):  # a refused call may be why it failed
             fault = error.reason
             log.warning("rl.agent, prompt %s: %s: %s", prompt.prompt_id, fault, error)
     if rollout.failure is not None:
@@ -85,8 +85,7 @@ async def _rollout(session: Session, rollout: AgentRollout, prompt: Prompt) -> P
 
 
 def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt) -> PlayedCompletion:
-    """The record of a rollout that is over: its last branch, or
-    nothing where no call was answered."""
+    """The record of a finished rollout: its last branch, or nothing where no call was answered."""
     last = rollout.conversation.last
     branches = sorted(rollout.conversation.branches, key=lambda node: node is not last)
     assert branches[:1] == ([last] if last else []), "nothing goes on from the newest reply"
@@ -105,7 +104,7 @@ def _played(rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Pr
 
 
 def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]], rl: RlConfig) -> list[FileRecord]:
-    """The branches that are no rollout's own, as one file; none where there are none.
+    """Writes the branches that are not the rollouts' own as one file; no file where there are none.
 
     `groups`: (index in the iteration, completions).
     """
@@ -120,10 +119,10 @@ def write_branches(attempt: Attempt, groups: list[tuple[int, list[Completion]]],
 
 
 def branch_rows(group_index: int, rollout_index: int, nodes: list[Node], rl: RlConfig) -> list[Branch]:
-    """The rows of a rollout's branches but for its own, which is the first of `nodes`.
+    """The rows of a rollout's other branches; its own branch is the first of `nodes`.
 
-    Where all branches are trained, their masks have each reply once: none that the rollout or an
-    earlier branch has.
+    Where all branches are trained, the masks hold each reply once: a reply that the rollout or an
+    earlier branch holds has mask 0.
     """
     masks = masks_of_each_reply_once(nodes) if rl.branches == "all" else [node.policy_mask for node in nodes]
     return [
@@ -142,4 +141,4 @@ def branch_rows(group_index: int, rollout_index: int, nodes: list[Node], rl: RlC
 
 
 async def _keep_nothing(call: CallKey, completions: list[Completion]) -> None:
-    """An evaluation that is started again samples again."""
+    """Keeps no replies: an evaluation that is started again samples again."""

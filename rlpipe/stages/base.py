@@ -1,6 +1,6 @@
-"""The tokenizer and the base model that everything starts from, copied into the store.
+"""The tokenizer and the base model that a run starts from, copied into the store.
 
-The copies make a run whole by itself.
+With the copies a run depends on nothing outside of the store.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
 async def base_policy(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """The base model: copied from `model.path`, or new from the seed (made by the trainer).
 
-    That of a run is named by the manifest.
+    If it is the policy of another run, the manifest names that run.
     """
     model = session.config.model
     if model.path:
@@ -99,15 +99,15 @@ async def base_policy(session: Session, attempt: Attempt, *, tokenizer: Artifact
 
 @stage("base", "probe", settings=["model.*"], verb="prepare_probe")
 async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef) -> Produced:
-    """The probe of a base model that was copied, and so not saved by the trainer."""
+    """The probe of a base model that was copied, and so was not saved by the trainer."""
     load = LoadJob(f"{policy.folder}/fresh", None, policy=policy, state=None, adapter=new_adapter(session.config))
     return (await save_loaded(session, load, attempt, policy=False)).produced({}, weight_version=None)
 
 
 @stage("base", "reference", settings=["rl.reference"], verb="prepare_reference")
 def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """The reference of the KL where `rl.reference` names one, copied: a later start has the same,
-    whatever became of it there.
+    """A copy of the reference of the KL term, where `rl.reference` names one: a later start uses
+    the same one, even if its source has changed.
     """
     name = session.config.rl.reference
     source = source_of(session.config, "rl.reference", name)
@@ -120,8 +120,8 @@ def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef
 
 
 def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
-    """UserError unless the reference has the vocabulary of a run: of its tokenizer, or of the one
-    that it would get.
+    """UserError unless the reference has the vocabulary of the run's tokenizer, or of the tokenizer
+    that a new run would get.
     """
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
@@ -143,8 +143,8 @@ def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
 
 
 def check_vocabulary(name: str, own: bytes, other: bytes) -> None:
-    """UserError unless both tokenizer.json give the same number to each token: the reference is
-    asked about the policy's tokens.
+    """UserError unless both tokenizer.json map each token to the same number: the reference scores
+    the policy's tokens.
     """
     policy, reference = (_vocabulary(name, document) for document in (own, other))
     differ = sorted({token for token, _ in policy.items() ^ reference.items()})
@@ -172,7 +172,7 @@ def _new_model(model: ModelConfig, tokenizer: ChatTokenizer, seed: int) -> NewMo
 
 
 def new_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """A Qwen3 of the given shape, as HF's config says it."""
+    """The config.json of a Qwen3 of the given shape."""
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],

@@ -1,7 +1,7 @@
 """The branches of agents' rollouts that are trained beside them (`rl.branches = "all"`).
 
-They lie beside the rollouts of a shard and of a batch, in a file of their own: what reads rollouts
-counts rollouts.
+They are stored beside the rollouts of a shard and of a batch, in a file of their own, so that code
+that counts rollouts does not count branches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from rlpipe.store.backend import Store
 
 
 def branch_fields(config: PipelineConfig) -> list[str]:
-    """The field that says that branches are trained, where they are: other artifacts do not depend
-    on it.
+    """The config field that turns on training of branches, where it is on; other artifacts do not
+    depend on it.
     """
     return ["rl.branches"] if config.rl.branches == "all" else []
 
 
 def shards_with_branches(config: PipelineConfig, shards: list[ArtifactRef]) -> list[ArtifactRef] | None:
-    """The shards of rollouts, where their branches are trained:
-    then a batch is made of them too."""
+    """The shards of rollouts where branches are trained, as a further input of the batch; None
+    otherwise.
+    """
     return list(shards) if config.rl.branches == "all" else None
 
 
@@ -41,8 +42,8 @@ def read_branches(store: Store, shards: list[ArtifactRef] | None) -> list[Branch
 def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlConfig) -> list[Branch]:
     """The branches of these rollouts as they are trained.
 
-    With `rl.mask_truncated` none of a rollout that was cut off; of a branch that was cut off the
-    replies before the one that was.
+    With `rl.mask_truncated`, a truncated rollout has none, and a truncated branch is trained
+    without its truncated reply.
     """
     places = {
         (rollout.group_index, rollout.rollout_index)
@@ -57,8 +58,9 @@ def branches_of(rollouts: Iterable[Rollout], branches: Iterable[Branch], rl: RlC
 
 
 def _without_last_reply(branch: Branch) -> Branch:
-    """The branch with no token trained after the last that is not: that reply is in no other row,
-    and something was said before it.
+    """The branch without loss on its last reply, the tokens after its last one with mask 0.
+
+    No other row holds that reply, and something precedes it.
     """
     untrained = np.flatnonzero(branch.loss_mask == 0)
     loss_mask = branch.loss_mask.copy()
@@ -67,7 +69,7 @@ def _without_last_reply(branch: Branch) -> Branch:
 
 
 def branch_metrics(branches: list[Branch], rl: RlConfig) -> Metrics:
-    """The number of branches that are trained beside a batch's rollouts, and of their tokens.
+    """The number of branches that are trained beside the rollouts of a batch, and of their tokens.
 
     Empty unless `rl.branches` is "all". `branches`: those of the batch.
     """

@@ -30,8 +30,8 @@ EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_com
 
 
 def evaluated_by(config: PipelineConfig) -> list[str]:
-    """The fields that an evaluation depends on: RL's own where the evaluation has none; the
-    temperature where it is not 1, as it was always.
+    """The config fields that an evaluation depends on: those of RL where the evaluation has none of
+    its own; the temperature only where it is not 1, the value that older runs always had.
     """
     own = [name for name in OWN if getattr(config.evaluation, name) not in (None, {})]
     named = own + (["temperature"] if config.evaluation.temperature != 1.0 else [])
@@ -44,7 +44,7 @@ def evaluated_by(config: PipelineConfig) -> list[str]:
 async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, version: int) -> Produced:
     """The metrics of every evaluation set: greedy, pass@k and the majority's answer.
 
-    It lies beside the policy.
+    The artifact is stored beside the policy.
     """
     await session.serve(policy, version)
     prompts, rollouts = await _sample(session, version)
@@ -71,7 +71,9 @@ def _scored(
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
-    """The environment's metrics of sampled rollouts, and, named `greedy_...`, of greedy ones."""
+    """The environment's metrics of the sampled rollouts, and of the greedy ones with the prefix
+    `greedy_`.
+    """
     sampled, greedy = (
         [rollout for rollout in rollouts if (rollout.rollout_index == 0) == first] for first in (False, True)
     )
@@ -82,7 +84,7 @@ def _environment_metrics(rollouts: list[Rollout]) -> Metrics:
 
 
 async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Rollout]]:
-    """Per prompt, rollout 0 is greedy, the others are sampled."""
+    """The prompts and their rollouts: per prompt, rollout 0 is greedy, the others are sampled."""
     await asyncio.to_thread(check_lengths, session, "evaluation")
     sets = await asyncio.to_thread(session.data.fitting, "evaluation")
     prompts = [prompt for rows in sets for prompt in rows[: session.config.evaluation.prompts_max]]

@@ -1,9 +1,9 @@
-"""The stage filter: groups are kept or dropped, what is kept becomes the batch, and what was cut
-short goes on in the next iteration.
+"""The stage filter: groups are kept or dropped, kept groups become the batch, and groups with
+partial rollouts go on in the next iteration.
 
-A group that was cut short is carried as a whole. Each of its rollouts keeps its tokens, unless the
-oldest of them are too old. A batch has as many groups as were asked for: what finished beyond them
-is carried too, or dropped.
+A group that was cut goes on as a whole: each of its rollouts keeps its tokens, unless the oldest of
+them are too stale. A batch has as many groups as were asked for. Finished groups beyond that number
+go to the next iteration too, or are dropped.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]
 
 
 def filtered_by(config: PipelineConfig) -> list[str]:
-    """The fields that a batch depends on.
+    """The config fields that a batch depends on.
 
-    Batches of older runs, which left nothing out, name no fallback.
+    Without `rl.reward_fallback` where no rollout is left out, as in batches of older runs.
     """
     rl = config.rl
     rated, left_out = RATED_BY if rl.curriculum != "none" else [], ["rl.reward_fallback"] if rl.leaves_out else []
@@ -62,19 +62,17 @@ def filtered_by(config: PipelineConfig) -> list[str]:
 
 
 def trainable(group: Group, rl: RlConfig) -> Group:
-    """The rollouts of a group that may be trained: without those that have a fault, where these are
-    left out.
+    """The rollouts of a group that may be trained: those without a fault, where rollouts with a
+    fault are left out; else all.
     """
     return [rollout for rollout in group if not (rl.leaves_out and rollout.reward_fault)]
 
 
 def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[int, str]]:
-    """Positions of the groups that are kept, and the reason of each dropped one.
+    """The positions of the groups that are kept, and the reason of each dropped one.
 
-    `groups`: what can be trained of each.
-
-    One of which nothing is left, or nothing to compare a rollout with, is dropped before the
-    filters are asked.
+    `groups`: the trainable rollouts of each group. A group without any, or with too few to compare
+    a rollout with, is dropped before the filters are called.
     """
     rl = session.config.rl
     return apply_filters(
@@ -83,34 +81,34 @@ def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[
 
 
 def survives(session: Session, group: Group) -> bool:
-    """True when a scored group is kept.
+    """True when the filters keep a scored group.
 
-    It is judged by itself: filters may look at one group only.
+    The group is judged alone: a filter may look at one group only.
     """
     kept = kept_groups(session, [trainable(group, session.config.rl)])[0]
     return all(rollout.reward is not None for rollout in group) and bool(kept)
 
 
 class Sorted(NamedTuple):
-    """The groups of an iteration by where they go, in the order in which they come.
+    """The groups of an iteration by where they go, in the order of sampling.
 
     Each is in one of `trained`, `dropped` and `carried`.
     """
 
-    trained: list[Group]  # without what is left out of them, as the dropped ones are
+    trained: list[Group]  # these and the dropped ones without the rollouts that are left out
     dropped: list[Group]
-    # whole, to the next iteration: unfinished ones, and finished ones beyond what this one trains
+    # whole, for the next iteration: unfinished groups, and finished ones beyond the trained ones
     carried: list[Group]
     ended: list[Group]  # those that are trained or dropped, whole
     reasons: dict[int, str]  # of each dropped one, by its group_index
 
 
 def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorted:
-    """The first groups that the filters keep are trained, as many as were asked for
-    (`batch_groups`).
+    """Trains the first groups that the filters keep, as many as were asked for (`batch_groups`).
 
-    The others are surplus. Where rounds are over-sampled the next iteration takes them before what
-    it samples, as many as it starts groups and as are not too old by then. Others are dropped.
+    Kept groups beyond that are surplus. Where rounds are over-sampled, the next iteration uses
+    surplus groups before it samples new ones: as many as it has places, and none that would be too
+    stale. The rest is dropped.
     """
     rl = session.config.rl
     finished = [group for group in sampled if is_finished(group)]
@@ -136,7 +134,7 @@ def sort_groups(session: Session, sampled: list[Group], iteration: int) -> Sorte
 
 
 def goes_stale(group: Group, version: int, staleness_max: int) -> bool:
-    """True when iteration `version` would have to sample a rollout of the group once more.
+    """True when iteration `version` would have to sample a rollout of the group again.
 
     `group`: a finished one.
     """
@@ -158,12 +156,12 @@ def filter_groups(
     branches: list[ArtifactRef] | None = None,
     pass_rates: ArtifactRef | None = None,
 ) -> Produced:
-    """The groups to train of all rounds so far, with advantages, and those to be carried: both
-    lists have one artifact a round.
+    """The groups to train of all rounds so far, with advantages, and the groups that go on in the
+    next iteration. `prompts` and `scores` have one artifact a round.
 
-    The metrics say whether another round is needed, and where every rollout went. `branches`: the
-    shards of all rounds, where branches are trained (`shards_with_branches`). `pass_rates`, for a
-    curriculum, is the batch of the iteration before: its rates, brought up to date, lie beside this
+    The metrics say if another round is needed, and where every rollout went. `branches`: the shards
+    of all rounds, where branches are trained (`shards_with_branches`). `pass_rates`, for a
+    curriculum, is the batch of the previous iteration: its rates, updated, are stored beside this
     batch.
     """
     rl, store = session.config.rl, session.run.store
@@ -173,7 +171,7 @@ def filter_groups(
     )
     trained, dropped, handed, ended, reasons = sort_groups(session, sampled, iteration)
     counts = Counter(reasons.values())
-    is_stored = bool(rl.rollouts_from) or session.run.redoes(iteration)  # then no other round is to be had
+    is_stored = bool(rl.rollouts_from) or session.run.redoes(iteration)  # then there is no further round
     needs_more = len(trained) < rl.groups_min and round_index + 1 < rl.rounds_max and not is_stored
     if len(trained) < rl.groups_min and not needs_more and rl.on_too_few == "fail":
         raise UserError(
@@ -181,7 +179,7 @@ def filter_groups(
             f"(dropped: {dict(counts)}); loosen rl.filters or set rl.on_too_few = 'train'"
         )
     batch = [rollout for group in trained for rollout in group]
-    if rl.overlap != "none" and not session.run.redoes(iteration):  # what is redone has the versions that it has
+    if rl.overlap != "none" and not session.run.redoes(iteration):  # a redo keeps the stored weight versions
         assert {rollout.weight_version for rollout in batch} <= {rl.sampled_by(iteration)}, (
             f"iteration {iteration}: another staleness"
         )
@@ -220,14 +218,14 @@ class WrittenBatch(NamedTuple):
     """The batch that the trainer reads."""
 
     files: list[FileRecord]
-    num_masked: int  # rollouts that carry no loss
+    num_masked: int  # rollouts without any token in the loss
     branches: list[Branch]  # that are trained beside the rollouts
 
 
 def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: RlConfig) -> WrittenBatch:
     """Writes the rollouts that are trained, with advantages.
 
-    `branches`: of these rollouts, and of others, which are not trained.
+    `branches`: of these rollouts, and of others, whose branches are not trained.
     """
     masked = without_truncated(rollouts) if rl.mask_truncated else rollouts
     num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
@@ -251,8 +249,8 @@ def _carried(session: Session, iteration: int, prompts: list[ArtifactRef], group
 
 
 def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts, with no token trained in those that the token limit cut off; the others are the
-    same objects.
+    """The rollouts, with loss mask 0 on all tokens of those that the token limit cut off; the
+    others are the same objects.
     """
     return [
         replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
@@ -265,10 +263,8 @@ def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
 def with_advantages(
     rollouts: list[Rollout], estimator: str, gamma: float, branches: Iterable[Branch] = ()
 ) -> list[Rollout]:
-    """The rollouts with `advantage`: the mean over the rollout's scored tokens of what the trainer
-    computes, without a KL term.
-
-    The tokens of its branches are the rollout's too.
+    """The rollouts with `advantage`: the mean, over the scored tokens of a rollout and of its
+    branches, of the advantages that the trainer computes, without a KL term.
     """
     rows, rollout_B = with_branches(rollouts, branches)
     rewards_B = np.array([rollout.reward for rollout in rollouts])[rollout_B]
@@ -284,8 +280,8 @@ def with_advantages(
 
 
 def carried_rollouts(group: Group, prompt: Prompt, version: int, staleness_max: int) -> list[CarriedRollout]:
-    """An unfinished group as iteration `version` takes it up: a rollout with tokens too old for
-    that starts again, empty.
+    """The rollouts of an unfinished group as iteration `version` continues them: a rollout with
+    tokens that are too stale by then starts again, empty.
     """
     carried = []
     for rollout in group:

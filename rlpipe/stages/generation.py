@@ -67,11 +67,11 @@ async def generate(
     policy: ArtifactRef,
     num_kept: int = 0,
 ) -> Produced:
-    """The rollouts of one shard of a round's prompts, sampled by `policy`: the version that
+    """The rollouts of one shard of a round's prompts, sampled by `policy`: the weight version that
     `rl.overlap` says.
 
-    `num_kept`: groups that survived the earlier rounds. When enough have survived of a round that
-    is over-sampled, what is under way is cut short; it is committed all the same.
+    `num_kept`: groups that survived the earlier rounds. In an over-sampled round, rollouts in
+    progress are cut when enough groups have survived; the partial rollouts are committed too.
     """
     groups = await asyncio.to_thread(prompt_groups, session, prompts)
     shards = shard_places(session.config.rl, len(groups))
@@ -105,7 +105,7 @@ async def generate(
 
 
 def num_shards(session: Session, num_prompts: int) -> int:
-    """Shards of a sampling round."""
+    """The number of shards of a sampling round."""
     return len(shard_places(session.config.rl, num_prompts))
 
 
@@ -115,7 +115,7 @@ def shard_places(rl: RlConfig, num_groups: int) -> list[range]:
 
 
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
-    """The groups of a round, the carried ones first."""
+    """The groups of a round, those of partial rollouts first."""
     store = session.run.store
     first = read_manifest(store, prompts.folder, prompts.sha256).metrics["first_group"]
     carried = dict(enumerate(carried_groups(store, prompts)))
@@ -149,10 +149,11 @@ async def sample(
     enough: asyncio.Event | None = None,
     shard: StageKey | None = None,
 ) -> list[list[Completion]]:
-    """The completions of every group, in the environment, or by the agent, where there is one.
+    """The completions of every group: sampled from the policy alone, in the environment, or by the
+    agent, where there is one.
 
-    `on_group`, `enough`: as in `EnginePool.generate`; not for agents, which keep the replies that
-    they were given beside `shard`.
+    `on_group`, `enough`: as in `EnginePool.generate`; agents do not use them: they keep the replies
+    that they received, beside `shard`.
     """
     if session.config.rl.agent:
         return await act(session, requests, prompts, shard)
@@ -186,7 +187,7 @@ def round_at_work(session: Session, key: tuple[int, int], num_kept: int = 0) -> 
 def _committed_of_round(
     session: Session, groups: list[PromptGroup], keys: list[StageKey]
 ) -> Iterator[tuple[Prompt, Group]]:
-    """The groups that are committed of a round, with their prompts."""
+    """The committed groups of a round, with their prompts."""
     prompts = {group.group_index: group.prompt for group in groups}
     for key in keys:
         yield from ((prompts[group[0].group_index], group) for group in committed_groups(session, key))
@@ -201,7 +202,7 @@ def committed_groups(session: Session, key: StageKey) -> list[Group]:
 
 
 async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
-    """The completions of a shard, cut short once enough groups of the round have survived."""
+    """The completions of a shard; sampling stops once enough groups of the round have survived."""
     enough = made.sampling_round.begin(group.group_index for group in made.groups)
 
     async def on_group(index: int, completions: list[Completion]) -> None:
@@ -215,14 +216,17 @@ async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
 async def _check_answered(
     session: Session, sampling_round: SamplingRound, keys: list[StageKey], shard: int, rollouts: Group
 ) -> None:
-    """Returns when the rollouts of a shard may be committed: what is committed is not sampled
-    again. `keys`: all shards of the round.
+    """Returns when the rollouts of a shard may be committed (committed rollouts are not sampled
+    again).
 
-    A shard that has rollouts which their environment failed, and none that it answered, waits until
-    another shard of its round has committed an answered one. So a round that is committed holds a
-    rollout that can be scored, and an environment that works for nobody spoils none. UserError when
-    it has answered no rollout of the round. EngineError when the other shards do not end: none
-    within `rl.turns_max` times `engines.progress_timeout_s` after the last token of any engine.
+    `keys`: all shards of the round.
+
+    A shard in which the environment failed some rollouts and answered none waits until another
+    shard of its round has committed a rollout that the environment answered. So each committed
+    round has a rollout that can be scored, and while the environment works for no rollout, none is
+    committed. UserError when it has answered no rollout of the round. EngineError when the other
+    shards do not end: none within `rl.turns_max` times `engines.progress_timeout_s` after the last
+    token of any engine.
     """
     key, faults = keys[shard], Counter(rollout.environment.fault for rollout in rollouts if rollout.environment)
     del faults[""]
@@ -258,7 +262,7 @@ async def _check_answered(
 def _any_answered(rollouts: Group) -> bool:
     """True when the environment took part in one of these rollouts to its end.
 
-    It never hears a rollout that the policy did not end.
+    The environment does not see the last turn of a rollout that ended without a stop token.
     """
     outcomes = (rollout.environment for rollout in rollouts if rollout.environment)
     return any(outcome.messages and not outcome.fault for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""The result of an iteration: where its rollouts went, and its commit, `iteration.json`.
+"""The result of an iteration: the counts of its rollouts, and its commit, `iteration.json`.
 
 After this commit a resume starts with the next iteration.
 """
@@ -18,14 +18,14 @@ from rlpipe.records.rollout import CarriedRollout, Group, is_finished
 from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
 
 CURVE_POINTS_MAX = 64
-# points that are never thinned: whether a reward fell is told by them (report/reward.py)
+# points that are never thinned: report/reward.py finds a fall of the reward by them
 CURVE_NEWEST = 36
 
 
 class Before(NamedTuple):
-    """The artifacts of an iteration that the next one needs: its last prompts, and its batch.
+    """The artifacts of an iteration that the next one needs: its prompts, and its batch.
 
-    The last round of prompts says where the cursor goes on.
+    `prompts` is the last round's: it holds the position from which the cursor goes on.
     """
 
     prompts: ArtifactRef | None
@@ -33,7 +33,7 @@ class Before(NamedTuple):
 
 
 def committed_before(session: Session, iteration: int) -> Before:
-    """By the commit of the iteration before."""
+    """The artifacts of the previous iteration; UserError when it is not committed."""
     if iteration == 0:
         return Before(None, None)
     record = session.run.iteration(iteration - 1)
@@ -47,8 +47,8 @@ def committed_before(session: Session, iteration: int) -> Before:
 async def commit_iteration(
     session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: JsonDict
 ) -> IterationRecord:
-    """The record of an iteration, which is committed after the policy that it names (the standing
-    one when it was committed before).
+    """The record of an iteration, committed after the policy that it names; the existing record
+    where it was committed before.
 
     `artifacts`: the iteration's prompts, batch, policy and, when there is one, evaluation.
     """
@@ -87,8 +87,8 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
 
 
 def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
-    """Seconds from the commit before, of stages and in none, and the tokens per second that they
-    mean.
+    """Seconds since the previous commit, in each stage and in none, and the tokens per second that
+    follow from them.
     """
     times = session.clock.at_commit(iteration)
     for name, tokens, verb in (("rollout", "rollout/num_tokens", "generate"), ("train", "train/num_tokens", "train")):
@@ -98,16 +98,16 @@ def time_metrics(session: Session, iteration: int, metrics: Metrics) -> Metrics:
 
 
 def _curve(before: list[list[float]], iteration: int, reward: float) -> list[list[float]]:
-    """[iteration, reward] points so far, the older ones thinned so that they are not too many: each
-    record can draw the curve by itself.
+    """The [iteration, reward] points so far, so that the curve can be drawn from any record alone;
+    older points are thinned to bound their number.
     """
     points = [*before, [iteration, reward]]
     return points if len(points) <= CURVE_POINTS_MAX else [*points[:-CURVE_NEWEST:2], *points[-CURVE_NEWEST:]]
 
 
 def staleness(trained: Group, version: int) -> Metrics:
-    """Weight versions from the rollouts to the policy that trains on them; below 0 for those of a
-    later policy of another run.
+    """Staleness of the trained rollouts, in weight versions; below 0 for rollouts of a later policy
+    of another run.
     """
     lags = [version - rollout.weight_version for rollout in trained] or [0]
     return {"rollout/staleness_mean": sum(lags) / len(lags), "rollout/staleness_max": max(lags)}
@@ -122,13 +122,13 @@ def account(
     version: int,
     num_left_out: int = 0,
 ) -> Metrics:
-    """The counts of an iteration that `version` sampled:
-    `num_sampled = num_trained + num_filtered + num_left_out + num_carried + num_expired`.
+    """The counts of the rollouts of an iteration that `version` sampled: `num_sampled = num_trained
+    + num_filtered + num_left_out + num_carried + num_expired`.
 
-    Those left out for a fault are in no other class, whether their group was trained or dropped.
-    Counted are rollouts that finished or got a token; the others, of groups that are carried, are
-    `num_unsampled`. AssertionError when one is in no class, or in two. What comes in again is
-    `num_continued`: the carried of the iteration before.
+    A rollout left out for a fault is in no other class, whether its group was trained or dropped.
+    Rollouts that finished or got a token are counted; the others, of groups that go on, are
+    `num_unsampled`. `num_continued`: partial rollouts that came from the previous iteration.
+    AssertionError when a rollout is in no class, or in two.
     """
     rollouts = [rollout for group in groups for rollout in group]
     finished = {id(rollout) for group in groups if is_finished(group) for rollout in group}

@@ -44,7 +44,9 @@ FIELD = "model.path"
 
 
 class SourcePolicy(TypedDict):
-    """The policy of a run that a model is: its reference, the run and the weight version."""
+    """The policy of another run that is used as a model: its reference, the run and the weight
+    version.
+    """
 
     folder: str
     sha256: str
@@ -56,7 +58,7 @@ class SourcePolicy(TypedDict):
 class ModelSource:
     """A model in HF format on this machine.
 
-    `place`: as a person finds it. `policy`: of a run's policy, which one it is.
+    `place`: its address for a person. `policy`: set when the model is the policy of a run.
     """
 
     folder: Path
@@ -67,10 +69,10 @@ class ModelSource:
 def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> ModelSource:
     """The model that a field names, by default `model.path`.
 
-    What is not on this machine comes to `scratch`, whole and verified, once.
+    A model that is not on this machine is copied to `scratch`, whole and verified, once.
 
-    UserError, which names the field, when it is no model in HF format, or the run has no policy, or
-    its policy was pruned.
+    UserError, which names the field, when it is no model in HF format, when the run has no policy,
+    or when the policy was pruned.
     """
     name = name or config.model.path
     if name.startswith(RUN):
@@ -90,8 +92,7 @@ def source_of(config: PipelineConfig, field: str = FIELD, name: str = "") -> Mod
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model in HF format, and of its tokenizer;
-    those that are not there are none."""
+    """The files of a model in HF format, and of its tokenizer, that exist in `folder`."""
     return [folder / name for name in MODEL_FILES | TOKENIZER_FILES] + weight_files(folder)
 
 
@@ -115,8 +116,8 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
 
 
 def with_trained_template(folder: Path, model: ModelConfig) -> Path:
-    """A policy's folder, or one beside it with the chat template that trained: older code stored
-    the one that the base had.
+    """The folder of a policy, or one beside it with the chat template of training: older code
+    stored the template of the base model instead.
     """
     if not (model.chat_template or model.chat_template_args):
         return folder
@@ -129,8 +130,8 @@ def with_trained_template(folder: Path, model: ModelConfig) -> Path:
 
 
 def write_trained_template(model: ModelConfig, folder: Path) -> None:
-    """Makes the chat template of a folder with a tokenizer the one that the run trains with, where
-    the config has one or values for it.
+    """Writes the chat template that the run trains with into a tokenizer's folder, where the config
+    has a template or values for it.
     """
     if model.chat_template or model.chat_template_args:
         trained = ChatTokenizer.from_folder(folder, model.chat_template, model.chat_template_args)
@@ -140,13 +141,13 @@ def write_trained_template(model: ModelConfig, folder: Path) -> None:
 def _copies(config: PipelineConfig) -> Path:
     """The folder of copies of other runs' policies.
 
-    They are needed while this run's own copy in the store is made.
+    They are needed while this run makes its own copy in the store.
     """
     return work_dir_of(config) / "source"
 
 
 def forget_copies(config: PipelineConfig) -> None:
-    """Removes the local copies of other runs' policies, which the store has anyway."""
+    """Removes the local copies of other runs' policies; the store still has them."""
     shutil.rmtree(_copies(config), ignore_errors=True)
 
 
@@ -156,8 +157,8 @@ def _models(config: PipelineConfig) -> Path:
 
 
 def _files_on_s3(field: str, url: str) -> list[OutsideFile]:
-    """The files of a model's folder on S3; UserError when it is none, before anything large is
-    fetched.
+    """The files of a model's folder on S3; UserError when the folder holds no model, before any
+    large file is fetched.
     """
     if url.endswith(".gguf"):
         raise UserError(
@@ -178,7 +179,7 @@ def _files_on_s3(field: str, url: str) -> list[OutsideFile]:
 
 
 def _check_names(names: Any, field: str, path: str) -> None:
-    """UserError unless these are the names of the files of a model."""
+    """UserError unless these file names are those of a model."""
     if DELTA in names:
         raise UserError(
             f"{field}={path!r} is stored as a difference to another policy: `rlpipe export` makes a model folder of it"
@@ -190,8 +191,8 @@ def _check_names(names: Any, field: str, path: str) -> None:
 
 
 def _checked(folder: Path, field: str, path: str) -> Path:
-    """The folder; UserError unless it holds a model of its own files, and those of weights are
-    whole.
+    """The folder; UserError unless it holds a model, in files of its own, and the files of weights
+    are complete.
     """
     _check_names([file.name for file in folder.iterdir() if file.is_file()], field, path)
     named = [folder / name for name in MODEL_FILES | TOKENIZER_FILES]
@@ -204,8 +205,8 @@ def _checked(folder: Path, field: str, path: str) -> Path:
 
 
 def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
-    """The local folder of `model.path`; UserError, which names the field that it is from, when it
-    is no model in HF format.
+    """The local folder of `model.path`; UserError, which names the field, when it is no model in HF
+    format.
     """
     folder = expanded(model.path)
     if folder.suffix == ".gguf":
@@ -218,7 +219,7 @@ def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
             " name DIR"
         )
     if not folder.is_dir():
-        if model.path.startswith(("/", "~", ".")):  # no name of the hub
+        if model.path.startswith(("/", "~", ".")):  # not a name on the hub
             hint = f"`make smollm2` makes the one of preset smollm2, `{IMPORT_GGUF} FILE FOLDER` one of any GGUF file"
             raise UserError(f"{field}={model.path!r}: there is no such folder; {hint}")
         folder = _snapshot(model.path, field)
@@ -227,7 +228,7 @@ def model_folder(model: ModelConfig, field: str = FIELD) -> Path:
 
 @contextlib.contextmanager
 def _from_hub(name: str, field: str) -> Iterator[None]:
-    """UserError for what goes wrong with the model of that name."""
+    """Raises UserError for errors of the hub with the model of that name."""
     # HTTPError is that of the HTTP client below, which changes with the hub's version; the other
     # two are about its proxy
     from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
@@ -283,7 +284,7 @@ def _place_of_folder(model: ModelConfig) -> tuple[str, JsonDict]:
         return str(folder), folder_config(folder)
     with contextlib.suppress(UserError):
         folder = _snapshot(model.path, FIELD, local_only=True)
-        if any(folder.glob("*.safetensors")):  # a plan before may have left the config there
+        if any(folder.glob("*.safetensors")):  # an earlier plan may have left the config there
             return f"{model.path} in {folder}", folder_config(folder)
     from huggingface_hub import hf_hub_download
 

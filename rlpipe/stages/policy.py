@@ -1,5 +1,5 @@
-"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, published,
-served, and behind that durable.
+"""The stages train, checkpoint and reload_engines: a batch becomes weight version k + 1, which is
+published, served, and committed in the background.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ONPOLICY_MAX = 1e-6
 
 
 async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
-    """Trains on `batch`; `cached` when the policy that came of it is committed.
+    """Trains on `batch`; `cached` when the policy that results from it is committed.
 
-    It commits nothing itself: until the weights are durable, the training has not happened.
+    Commits nothing itself: until the weights are in the store, the training has not happened.
     StepRefused when `rl.on_mismatch` says so.
     """
     committed = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
@@ -43,13 +43,13 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> Stag
 
 
 def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_reference: bool = False) -> list[str]:
-    """Lines on what is wrong with a first step: each is a fault of ours.
+    """Lines about what is wrong with the first step of an iteration; each is a bug of rlpipe.
 
-    The step is taken with the weights that the proximal logprobs are of. `anchored`: its ratios are
-    to the rollout's probabilities, which differ from the start.
+    The step is taken with the weights of the proximal logprobs. `anchored`: its ratios are to the
+    rollout's probabilities, which differ from the start.
 
-    A warning, not an error: the importance of a drift depends on its size, and the run may be days
-    old.
+    These are warnings, not errors: the importance of a drift depends on its size, and the run may
+    be days old.
     """
     faults = []
     if not first["onpolicy_abs"] < ONPOLICY_MAX:
@@ -69,8 +69,9 @@ def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_sta
     """Warns when engine and trainer disagree by more than `rl.mismatch_max`; StepRefused with
     `rl.on_mismatch = "fail"`.
 
-    Not of tokens that an older policy sampled: there it holds the policy's own change. The batch
-    says whether it has such (`num_tokens_stale`): in a fork they may be what the parent carried.
+    Not checked for tokens that an older policy sampled: there the mismatch includes the policy's
+    own change. The batch says if it has such tokens (`num_tokens_stale`): in a fork they may come
+    from the parent's partial rollouts.
     """
     if mismatch <= rl.mismatch_max or not rl.mismatch_counts(num_tokens_stale):
         return
@@ -98,29 +99,30 @@ async def checkpoint(
     metrics: JsonDict,
 ) -> Produced:
     """Publishes the policy after an iteration (weight version iteration + 1), the gaps of its
-    tokens, and the state when that is due. They are committed, the policy last, when the store has
-    their files: behind the sampling of the next iteration.
+    tokens (the distance of engine and trainer at each), and the state when that is due.
 
-    `reference`: that of the KL, where it is another model than what RL starts from.
+    They are committed when the store has their files, the policy last, while the next iteration
+    samples. `reference`: that of the KL term, where it is another model than the one that RL starts
+    from.
     """
-    await session.behind.landed()  # at most one iteration is under way
+    await session.behind.landed()  # at most one iteration is uncommitted
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
     inputs = {"batch": batch} | ({"reference": reference} if reference else {})
     stored = stored_as(session.config, iteration + 1, previous)
     saved = await save_job(session, iteration, rl_job(session.run, iteration, batch), attempt, due, stored)
     if due:
         await commit_saved(session, StageKey("rl", iteration, "state"), inputs, saved.state, saved.published)
-    # made of the policy before, and there whenever the policy after it is
+    # made from the previous policy; committed first, so it exists whenever the new policy does
     gap_of = {"batch": batch, "previous": previous}
     await commit_saved(session, StageKey("rl", iteration, "gap"), gap_of, saved.gap, saved.published)
     return saved.produced(metrics | saved.metrics, iteration + 1, saved.published)
 
 
 def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> StoredAs:
-    """The way in which a weight version is stored, by `checkpoint.full_every`.
+    """The form in which a weight version is stored, by `checkpoint.full_every`, and if the next
+    version is stored as a difference to it.
 
-    It also says whether the next version is stored as a difference to this one. The version that a
-    run is planned to end with is whole.
+    The version that a run is planned to end with is stored whole.
     """
     last, every = config.rl.num_iterations, config.checkpoint.full_every
     is_delta, is_base = (number % every != 0 and number < last for number in (version, version + 1))
@@ -128,5 +130,5 @@ def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> St
 
 
 async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> StageResult:
-    """Puts a policy on every engine; `cached` when they served it already."""
+    """Puts a policy on every engine; `cached` when they serve it already."""
     return StageResult(policy, {}, cached=not await session.serve(policy, version))

@@ -20,8 +20,8 @@ from rlpipe.stages.turns import PlayedCompletion, played_before
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One group of a sampling round: its prompt, and what an earlier iteration sampled of it
-    already.
+    """One group of a sampling round: its prompt, and the rollouts that an earlier iteration
+    began.
     """
 
     slot: int  # in the round
@@ -32,7 +32,9 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False)
 class ShardGroups:
-    """The rollouts of a shard, made of each group's completions as soon as it has finished."""
+    """The rollouts of a shard, made from the completions of each group as soon as the group has
+    finished.
+    """
 
     session: Session
     sampling_round: SamplingRound
@@ -44,7 +46,8 @@ class ShardGroups:
     async def rollouts(self, index: int, completions: list[Completion]) -> Group:
         """The rollouts of one group.
 
-        Made in a thread, because millions of tokens to decode would keep other tokens waiting.
+        Made in a thread: to decode millions of tokens would block the event loop, and so other
+        requests.
         """
         if index not in self.finished:
             group = self.groups[index], self.requests[index], completions
@@ -52,8 +55,8 @@ class ShardGroups:
         return self.finished[index]
 
     async def score(self, index: int, completions: list[Completion]) -> None:
-        """Has a finished group scored while others are sampled, and does not wait for it: what is
-        sampled is committed first.
+        """Starts to score a finished group while others are sampled, without waiting: rollouts are
+        committed before their rewards.
         """
         self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, completions))
 
@@ -98,16 +101,14 @@ def rollouts_of(
 
 
 def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bool) -> np.ndarray:
-    """Per completion token, whether it carries loss where `version` is the one that samples: int8
-    [L].
-    """
+    """The loss mask of a completion's tokens, int8 [L], where `version` is the one that samples."""
     assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
     trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
     return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
 
 
 def prior(session: Session, carried: CarriedRollout) -> Completion:
-    """The completion of a partial rollout so far, with what its environment has said."""
+    """The completion of a partial rollout so far, with the answers of its environment."""
     sampled = prior_of(carried, session.config.rl.completion_tokens_max)
     if carried.environment is None:
         return sampled
@@ -117,7 +118,7 @@ def prior(session: Session, carried: CarriedRollout) -> Completion:
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
     """The completion of a partial rollout so far.
 
-    One that has all its tokens is finished (a fork may allow fewer).
+    It is finished when it has all its tokens already (a fork may allow fewer).
     """
     tokens, reason = tokens_of(carried.completion_tokens), carried.finish_reason
     if reason == CUT_SHORT and len(tokens) >= tokens_max:

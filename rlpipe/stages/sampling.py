@@ -1,9 +1,9 @@
-"""The stage sample_prompts: the prompts of a sampling round, drawn by a cursor over the data sets,
-after the groups that are carried.
+"""The stage sample_prompts: the prompts of a sampling round. Groups of partial rollouts come first,
+then prompts that a cursor draws from the data sets.
 
-A curriculum takes prompts by the running pass rate of each. The rates lie beside the batch of each
-iteration; the next one draws by them. Nothing is drawn but from the cursor, so its position alone
-says where to go on.
+A curriculum takes prompts by the running pass rate of each. The rates are stored beside the batch
+of each iteration; the next iteration draws by them. All draws come from the cursor, so its position
+alone says where to go on.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CarriedGroup = list[CarriedRollout]
 DRAWN_BY = ["data.rl", "rl.num_prompts", "rl.oversampling", "rl.curriculum", "rl.pass_rate_low", "rl.pass_rate_high",
             "rl.rollouts_from", "rl.environment", "rl.environment_args"]  # fmt: skip
 PASS_RATES = "pass_rates.parquet"
-# the share of a group in the running rate: what the policy could do
-# four groups ago counts a sixteenth
+# the share of the newest group in the running rate: the groups before the newest four count a
+# sixteenth together
 NEWEST = 0.5
 # curriculum weight: the least probability to be taken, so that no rate is out of date for ever
 FLOOR = 0.1
@@ -60,11 +60,11 @@ async def sample_prompts(
     carried: ArtifactRef | None = None,
     pass_rates: ArtifactRef | None = None,
 ) -> Produced:
-    """The prompts of one sampling round: first those of the groups that `carried` (the batch of the
-    iteration before) hands on.
+    """The prompts of one sampling round; first those of the groups that go on from the previous
+    iteration, whose batch is `carried`.
 
-    `before` is the previous round's artifact: the cursor goes on from there. `pass_rates`, for a
-    curriculum, is the batch of the iteration before too, in every round.
+    `before`: the artifact of the previous round, whose cursor position is the start. `pass_rates`,
+    for a curriculum, is the batch of the previous iteration too, in every round.
     """
     drawn = await asyncio.to_thread(_drawn, session, iteration, round_index, before, carried, pass_rates)
     prompts = [group[0].as_prompt for group in drawn.carried] + await encoded_prompts(session, "rl", drawn.prompts)
@@ -79,7 +79,7 @@ async def sample_prompts(
 
 
 class Drawn(NamedTuple):
-    """The groups that go on, the prompts of new ones, and the metrics of the stage."""
+    """The groups that go on, the prompts of new groups, and the metrics of the stage."""
 
     carried: list[CarriedGroup]
     prompts: list[Prompt]
@@ -105,9 +105,9 @@ def _drawn(
 
 
 def _position(session: Session, round_index: int, before: ArtifactRef | None) -> tuple[CursorPosition, JsonDict]:
-    """The position where the cursor goes on, and the metrics that count on from the rounds before.
+    """The position where the cursor goes on, and the metrics that continue those of earlier rounds.
 
-    UserError when the data are not what they were.
+    UserError when the data have changed.
     """
     metrics: JsonDict = {"data_sha256": session.data.sha256, "first_group": 0}
     if before is None:
@@ -126,7 +126,7 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
 
 
 def carried_groups(store: Store, ref: ArtifactRef | None) -> list[CarriedGroup]:
-    """The groups of an artifact's carried.parquet, which it has when there are any."""
+    """The groups of an artifact's carried.parquet; none where it has no such file."""
     rollouts = read_records_if_any(store, ref, "carried.parquet", CarriedRollout) if ref else []
     return [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.group_index)]
 
@@ -137,8 +137,8 @@ def prompts_by_id(store: Store, refs: list[ArtifactRef]) -> dict[str, Prompt]:
 
 
 def check_carried(run: Run) -> None:
-    """UserError when a fork could not go on with the groups that its parent handed on: they were
-    sampled otherwise.
+    """UserError when a fork cannot continue the partial rollouts of its parent, because its
+    settings sample differently.
     """
     at, now = run.fork_at, run.config.rl
     record = run.iteration(at) if run.parent is not None and at >= 0 else None
@@ -168,8 +168,8 @@ def check_carried(run: Run) -> None:
 
 
 def check_lengths(session: Session, use: str) -> None:
-    """UserError when prompts leave no room for a completion; an environment's are known when they
-    are drawn.
+    """UserError when prompts leave no room for a completion; those of an environment are checked
+    when they are drawn.
     """
     if not session.config.rl.environment:
         prompts = [prompt for rows in session.data.fitting(use) for prompt in rows]
@@ -178,7 +178,7 @@ def check_lengths(session: Session, use: str) -> None:
 
 
 def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], lengths: Sequence[int]) -> None:
-    """UserError naming the first prompt of a use that no engine would take, and how many there are.
+    """UserError naming the first prompt of a use that is too long for any engine, and their number.
 
     `lengths`: tokens of each prompt.
     """
@@ -197,15 +197,15 @@ def check_room(config: PipelineConfig, use: str, prompts: Sequence[Prompt], leng
 
 
 async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts of a use with the tokens of what the policy is asked: where there is an
-    environment, of what that asks.
+    """The prompts of a use with the tokens that the policy is given: those of the environment's
+    first messages, where there is an environment.
     """
     messages = [prompt.messages for prompt in prompts]
     if session.config.rl.environment:
         messages = await environment_prompts(session, prompts)
 
     def encoded(prompt: Prompt, asking: list[Message]) -> Prompt:
-        tools = None if session.config.rl.environment else prompt.tools  # what an environment asks is its own
+        tools = None if session.config.rl.environment else prompt.tools  # an environment's prompt has its own tools
         tokens = encode_asked(session.data.tokenizer, prompt.prompt_id, asking, tools)
         check_room(session.config, use, [prompt], [len(tokens)])
         return replace(prompt, prompt_tokens=np.array(tokens, dtype=np.int32))
@@ -215,7 +215,7 @@ async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> 
 
 @dataclass(frozen=True)
 class PassRate:
-    """The pass rate of a prompt, and how many groups it is known of.
+    """The pass rate of a prompt, and the number of groups that it is known from.
 
     Example: PassRate("words/17", 3, 0.375).
     """
@@ -229,7 +229,7 @@ PassRates = dict[str, PassRate]  # by prompt id
 
 
 def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
-    """The pass rates beside a batch; none where there is no batch yet, or it is of a run without a
+    """The pass rates beside a batch; none where there is no batch yet, or its run has no
     curriculum.
     """
     rates = read_records_if_any(session.run.store, batch, PASS_RATES, PassRate) if batch is not None else []
@@ -239,15 +239,15 @@ def read_pass_rates(session: Session, batch: ArtifactRef | None) -> PassRates:
 def write_pass_rates(
     session: Session, attempt: Attempt, previous: ArtifactRef | None, groups: list[Group]
 ) -> tuple[list[FileRecord], Metrics]:
-    """The pass rates of `previous` with all finished groups of this iteration, kept or dropped, as
-    a file; and metrics.
+    """Writes the pass rates of `previous`, updated with all finished groups of this iteration, kept
+    or dropped; returns the file and metrics.
     """
     if session.config.rl.curriculum == "none":
         return [], {}
     threshold = passing_reward(session.config, "rl")
     shares: list[tuple[str, float]] = []
     for group in groups:
-        scored = [rollout for rollout in group if not rollout.reward_fault]  # what could not be scored says nothing
+        scored = [rollout for rollout in group if not rollout.reward_fault]  # a rollout without a score says nothing
         if scored:
             shares.append(
                 (group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored])))
@@ -261,8 +261,8 @@ def write_pass_rates(
 def draw_prompts(
     session: Session, iteration: int, position: CursorPosition, count: int, previous: ArtifactRef | None
 ) -> tuple[list[Draw], CursorPosition, dict[str, int]]:
-    """`count` draws after `position`, the position after them, and what the curriculum skipped
-    (nothing where there is none).
+    """`count` draws after `position`, the position after them, and the number of prompts that the
+    curriculum skipped (nothing where there is none).
     """
     rl, sets = session.config.rl, session.data.fitting("rl")
     if rl.curriculum == "none":
@@ -295,7 +295,7 @@ def updated(rates: PassRates, shares: Iterable[tuple[str, float]]) -> PassRates:
 
 
 def chance(known: PassRate | None, curriculum: str, low: float, high: float) -> float:
-    """The probability that a prompt is taken when it is drawn; one never tried is taken always.
+    """The probability that a drawn prompt is taken; 1 for a prompt that was never tried.
 
     band: 1 within low..high, else 0. weight: 4p(1-p), which is 1 at p = 1/2, but never below FLOOR.
     """
@@ -313,8 +313,8 @@ def take_accepted(
     """`count` draws after `position` that `accepts(draw, its place in the stream)`, the position
     after the last one looked at, and how many were skipped.
 
-    At most one pass over the data (as many draws as there are rows) is looked at: when that gives
-    too few, what was skipped is taken after all, in order, counted as refilled. Every place of the
+    Looks at no more than one pass over the data (as many draws as there are rows). When that gives
+    too few, skipped draws are taken after all, in order, and counted as refilled. Each place of the
     stream is taken or skipped once.
     """
     taken: list[Draw] = []

@@ -36,10 +36,10 @@ def score_rollouts(
 ) -> list[Rollout]:
     """The rollouts with their rewards, those of `use` (rl or evaluation).
 
-    One that could not be scored gets the fallback, and the reason in `reward_fault`. Scores that
-    are `known` are not computed again; those computed are added.
+    A rollout that could not be scored gets the fallback, and the reason in `reward_fault`. Scores
+    in `known` are not computed again; new ones are added to it.
 
-    UserError when it has no fallback (`rl.reward_fallback = none`), or when not a single rollout
+    UserError when there is no fallback (`rl.reward_fallback = none`), or when not a single rollout
     could be scored.
     """
     pool = session.rewards(use)
@@ -79,7 +79,7 @@ def rewarded(
 ) -> list[Rollout]:
     """The rollouts with their scores, or the fallback.
 
-    Scores that are `known` are not computed again; those computed are added.
+    Scores in `known` are not computed again; new ones are added to it.
     """
     facts = [_facts(session, rollout) for rollout in rollouts]
     keys = [score_key(rollout, known_of) for rollout, known_of in zip(rollouts, facts, strict=True)]
@@ -106,7 +106,7 @@ def rewarded(
 
 
 def _environment_fault(rollout: Rollout) -> Score | None:
-    """A rollout that its environment failed has no score."""
+    """The fault of a rollout that its environment failed, which has no score; None for others."""
     fault = rollout.environment.fault if rollout.environment else ""
     return Score(None, {}, fault) if fault else None
 
@@ -117,14 +117,14 @@ def _facts(session: Session, rollout: Rollout) -> RolloutFacts:
 
 
 def score_key(rollout: Rollout, facts: RolloutFacts) -> ScoreKey:
-    """The key that a score is known by. The text of a single turn is in it already."""
+    """The key by which a score is known. The text of a single turn is in it already."""
     turns = facts["turns"] if len(facts["turns"]) > 1 else []
     return rollout.prompt_id, rollout.completion, json.dumps(facts | {"turns": turns}, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class KeptReward:
-    """The reward that an imported rollout came with, whose prompt is not known."""
+    """The reward that an imported rollout came with; its prompt is not known."""
 
     group_index: Int32
     rollout_index: Int32
@@ -143,7 +143,7 @@ def score(
     prompts: ArtifactRef,
     rollouts: list[ArtifactRef],
 ) -> Produced:
-    """The rewards of one round's rollouts; none for those of a group that was cut short."""
+    """The rewards of one round's rollouts; none for unfinished groups."""
     store, known = session.run.store, known_scores(session, (iteration, round_index))
     stored = [reward for ref in rollouts for reward in read_records_if_any(store, ref, "rewards.parquet", KeptReward)]
     kept = {_place(reward): {name: getattr(reward, name) for name in SCORE_COLUMNS} for reward in stored}
@@ -163,7 +163,7 @@ def score(
 
 
 def known_scores(session: Session, key: tuple[int, int]) -> Scores:
-    """The scores that this process computed of a round while the round was sampled.
+    """The scores that this process computed while the round was sampled.
 
     `key`: (iteration, round).
     """
@@ -204,8 +204,8 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
 
 
 def over_rounds(rounds: list[Metrics]) -> Metrics:
-    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean,
-    each rollout weighing the same.
+    """The score metrics of an iteration: counts add up, maxima are taken, the rest is the mean over
+    all rollouts.
     """
     merged: Metrics = {}
     largest = max(metrics["num_scored"] for metrics in rounds)

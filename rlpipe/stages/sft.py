@@ -1,5 +1,5 @@
-"""The stages of SFT: conversations become tokens once; then segments of steps, each committed with
-its state; then the choice of one.
+"""The stages of SFT: conversations are tokenized once; then segments of steps are trained, each
+committed with its state; then one segment is chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SELECTED_BY = ["sft.validation_fraction", "sft.patience", "sft.num_steps", "sft.
     "data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else [])
 )
 def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """Tokenises the conversations of all SFT sets, mixed by weight, with the loss mask on the
+    """Tokenizes the conversations of all SFT sets, mixed by weight, with the loss mask on the
     assistant's tokens.
     """
     config = session.config
@@ -72,8 +72,8 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
 
 
 def _short_enough(session: Session, data: DataConfig, conversations: list[Talk]) -> list[Talk]:
-    """The conversations of a set as its `on_too_long` wants them; where it says nothing, all of
-    them: long ones are truncated later.
+    """The conversations of a set that its `on_too_long` allows; all of them where it is not set:
+    long ones are truncated later.
     """
     if data.on_too_long is None:
         return conversations
@@ -83,7 +83,7 @@ def _short_enough(session: Session, data: DataConfig, conversations: list[Talk])
 
 
 def check_fits(config: PipelineConfig, data: DataConfig, lengths: Sequence[int]) -> None:
-    """UserError where a set wants no conversation that is too long, and has one."""
+    """UserError where a set allows no conversation that is too long, and has one."""
     room = config.model.context_tokens_max
     too_long = [index for index, length in enumerate(lengths) if length > room]
     if too_long and data.on_too_long == "fail":
@@ -146,8 +146,8 @@ def select_segment(session: Session, attempt: Attempt, *, last: ArtifactRef, num
     """Commits the choice once SFT is over: `segment` is the best one, `num_segments` were trained,
     `losses` is one a segment.
 
-    It is a function of the committed segments (`last` is the policy of the last one): whoever comes
-    back after a crash chooses the same.
+    It is a function of the committed segments (`last` is the policy of the last one), so a process
+    that continues after a crash chooses the same.
     """
     losses = validation_losses(session.run, num_segments)
     sft = session.config.sft

@@ -1,9 +1,8 @@
-"""Residency is a cache: what the trainer must hold for a job, and how to bring it there from the
-store.
+"""The jobs of the trainer, and its rebuild from the store: residency is a cache.
 
-A position names a training state by where it is committed: after SFT segment or RL iteration k of
-the run that owns it. The rollouts are the write-ahead log, the training state is the snapshot: load
-the newest state, replay the batches since.
+A position names a training state by the place where it is committed: after SFT segment or RL
+iteration k of the run that owns it. The batches are the write-ahead log, the training state is the
+snapshot: load the newest state, replay the batches since.
 """
 
 from __future__ import annotations
@@ -87,7 +86,9 @@ def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
 
 
 def other_reference(run: Run, iteration: int) -> ArtifactRef | None:
-    """The reference of an iteration where `rl.reference` names one: of the run that trained it."""
+    """The reference of an iteration where `rl.reference` names one: that of the run that trained
+    the iteration.
+    """
     owner = run.owner("rl", iteration)
     return owner.committed("base", 0, "reference")[0] if owner.config.rl.reference else None
 
@@ -111,7 +112,7 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The way in which a policy is stored: as its difference to `base`, or whole (None).
+    """The form in which a policy is stored: as its difference to `base`, or whole (None).
 
     `is_base`: True when it is the base of the next one.
     """
@@ -125,11 +126,11 @@ WHOLE = StoredAs(None, is_base=False)
 
 @dataclass(frozen=True)
 class Saved:
-    """The files that the trainer made.
+    """The files that the trainer published.
 
-    `probe`: what an engine with these weights must answer, as the manifest of the policy has it;
-    `metrics`: of the policy's files; `published`: where the files are, and how they get to the
-    store.
+    `probe`: the logprobs that an engine with these weights must return, as in the policy's
+    manifest; `metrics`: of the policy's files; `published`: the places of the files, and their
+    upload to the store.
     """
 
     policy: list[FileRecord]
@@ -145,19 +146,19 @@ class Saved:
 
 
 async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None) -> JsonDict:
-    """Does a training job on whatever the trainer holds, rebuilding it from the store when it must;
-    its metrics.
+    """Does a training job, and rebuilds the trainer from the store first where it must; returns the
+    job's metrics.
     """
     rebuild = functools.partial(replay, session.run, job.kind, iteration)
-    # what is under way may need the trainer too, and what this one is rebuilt from may be under way
+    # an upload in progress may need the trainer too, and the state to rebuild from may be in it
     return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.behind.landed))["metrics"]
 
 
 async def save_job(
     session: Session, iteration: int, job: RlJob | SftJob, attempt: Attempt, with_state: bool, stored: StoredAs = WHOLE
 ) -> Saved:
-    """Publishes what `job` results in: its policy, its state if that is wanted, and of RL its gaps;
-    trains it again when it is not held.
+    """Publishes the result of `job`: its policy, its state if that is wanted, and for RL its gaps;
+    trains again when the trainer does not hold the result.
     """
     phase = job.kind
 
@@ -183,7 +184,7 @@ async def commit_saved(
 
 
 async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, policy: bool = True) -> Saved:
-    """Does a job that loads, and saves what the trainer makes of it: the policy, or only its probe.
+    """Does a job that loads, and saves the result in the trainer: the policy, or only its probe.
 
     Returns when the store has it.
     """
@@ -228,7 +229,7 @@ async def save(
 
 
 async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
-    """Brings the trainer to the start of `iteration`: loads the newest state before it and trains
+    """Restores the start of `iteration` in the trainer: loads the newest state before it and trains
     on the stored batches since.
     """
     newest = _newest_state(run, phase, iteration - 1)
@@ -245,8 +246,8 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
 
 @functools.cache
 def warn_of_differences(position: str, differs: str) -> None:
-    """Once for each: what is trained from here on need not have the bits that the gang of the state
-    would have given.
+    """Warns, once for each position, that training from here on may have other bits than the
+    trainer that saved the state would have given.
     """
     if differs:
         log.warning(
@@ -257,7 +258,7 @@ def warn_of_differences(position: str, differs: str) -> None:
 
 
 def _newest_state(run: Run, phase: str, iteration: int) -> int:
-    """The newest iteration at or before this one whose state is committed, and was not pruned; -1
+    """The newest iteration at or before this one whose state is committed and was not pruned; -1
     when there is none.
     """
     if iteration < 0 or phase == "sft":  # every segment commits its state

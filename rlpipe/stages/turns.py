@@ -1,9 +1,9 @@
 """Rollouts in an environment: a completion, the environment's answer, the next completion, until
 one of them ends it.
 
-Tokens in, tokens out: what an engine sampled is kept as it is; only what the environment says is
-encoded, by itself. A rollout's completion is all of it in order, the environment's tokens with
-logprob 0 and mask 0.
+Tokens in, tokens out: sampled tokens are kept as they are; only the environment's messages are
+encoded, by themselves. The completion of a rollout is all of it in order, the environment's tokens
+with logprob 0 and mask 0.
 """
 
 from __future__ import annotations
@@ -43,19 +43,17 @@ class PlayedCompletion(Completion):
     prompt_tokens: list[int]
     policy_mask: list[int]  # 1 on the tokens that the policy wrote
     outcome: EnvironmentOutcome
-    # what an agent was answered: the rollout's own branch, the last, before the others
+    # the conversations of an agent: the rollout's own branch, the last one, before the others
     branches: list[Node] = field(default_factory=list)
 
 
 class Turns:
-    """One rollout on its way: what there is of it (`completion`), and what its environment has
-    answered.
-    """
+    """One rollout in progress: its `completion` so far, and the answers of its environment."""
 
     def __init__(
         self, session: Session, prompt: Prompt, prompt_tokens: list[int], tokens_max: int, prior: Completion
     ) -> None:
-        """`prior`: what an earlier iteration has of it, `NOTHING_YET` for nothing."""
+        """`prior`: the completion of an earlier iteration, `NOTHING_YET` for none."""
         tokenizer, outcome = session.data.tokenizer, EnvironmentOutcome(0.0, 0, "")
         self.policy_mask: list[int] = []
         if isinstance(prior, PlayedCompletion):
@@ -72,13 +70,13 @@ class Turns:
         *answered, last = policy_turns(tokenizer, prior.tokens, self.messages)
         texts = [tokenizer.decode(prior.tokens[turn.start : turn.stop].tolist()) for turn in answered]
         self.environment = session.environments.open(prompt.for_reward(), [*zip(texts, self.messages, strict=False)])
-        self._turn_start = last.start  # of the turn that is under way, in tokens
+        self._turn_start = last.start  # of the turn in progress, in tokens
         self._num_answers = 0  # of the environment since it was opened here
 
     async def take(self, longer: Completion) -> None:
-        """The policy's next turn: `longer` is `completion` and what was sampled after it.
+        """Adds the policy's next turn: `longer` is `completion` and what was sampled after it.
 
-        Afterwards it is unfinished, or final.
+        Afterwards the rollout is unfinished, or final.
         """
         assert longer.finish_reason in ("stop", TRUNCATED)
         self.keep(longer)
@@ -98,8 +96,8 @@ class Turns:
         assert len(self.policy_mask) == len(self.completion.tokens) <= self.tokens_max
 
     def keep(self, longer: Completion) -> None:
-        """`longer` is `completion` and what was sampled after it, of a turn that may have been cut
-        short.
+        """Adds sampled tokens: `longer` is `completion` and what was sampled after it, of a turn
+        that may have been cut.
         """
         before = len(self.completion.tokens)
         assert longer.tokens[:before] == self.completion.tokens
@@ -107,7 +105,7 @@ class Turns:
         self.completion = longer
 
     async def _answer(self, text: str) -> None:
-        """The environment's answer is appended, unless it ends the rollout, or leaves the policy no
+        """Appends the environment's answer, unless it ends the rollout, or leaves the policy no
         token.
         """
         step, tokenizer = await self.environment.step(text), self.session.data.tokenizer
@@ -126,7 +124,7 @@ class Turns:
             answer = tokenizer.encode_continuation(step.messages, self.tokens_max)
         except TooLong:
             return self._end(TRUNCATED)
-        except UserError as error:  # preflight has tried the template; this is about these messages
+        except UserError as error:  # preflight has tried the template: the fault is in these messages
             raise EnvironmentFault("environment_invalid", str(error)) from error
         if (
             len(self.completion.tokens) + len(answer) >= self.tokens_max
@@ -166,16 +164,16 @@ class Turns:
 def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[list[Message]]) -> list[range]:
     """The ranges of the policy's turns in a completion.
 
-    Each turn ends with its first stop token, and what the environment said follows. The last one is
-    the turn under way, perhaps empty; of a rollout that the environment ended it is the last one of
-    all.
+    Each turn ends with its first stop token; the environment's answer follows. The last range is
+    the turn in progress, perhaps empty; in a rollout that the environment ended it is the final
+    turn.
     """
     turns, start = [], 0
     for answer in messages:
         end = next(
             (index + 1 for index in range(start, len(tokens)) if tokens[index] in tokenizer.stop_token_ids), len(tokens)
         )
-        if end == len(tokens):  # its answer was not put to the policy
+        if end == len(tokens):  # the policy did not get its answer
             break
         said = tokenizer.encode_continuation(answer)
         assert tokens[end : end + len(said)].tolist() == said, (
@@ -189,7 +187,9 @@ def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[li
 def played_before(
     tokenizer: ChatTokenizer, prompt_tokens: list[int], completion: Completion, outcome: EnvironmentOutcome
 ) -> PlayedCompletion:
-    """The completion that an earlier iteration has of a rollout, with who wrote which token."""
+    """The completion that an earlier iteration has of a rollout, with the mask of the policy's
+    tokens.
+    """
     policy_mask = [0] * len(completion.tokens)
     for turn in policy_turns(tokenizer, completion.tokens, outcome.messages):
         policy_mask[turn.start : turn.stop] = [1] * len(turn)
@@ -203,13 +203,11 @@ async def play(
     on_group: OnGroup | None = None,
     enough: asyncio.Event | None = None,
 ) -> list[list[Completion]]:
-    """The rollouts (`PlayedCompletion`) of groups whose prompts are put by the environment.
+    """The rollouts (`PlayedCompletion`) of groups whose prompts come from the environment.
 
-    Each advances by itself.
-
-    `on_group` and `enough` as in `EnginePool.generate`: what is cut short goes on in a later
-    iteration, in an environment that is told again what it was told. UserError when one had a fault
-    and there is no `rl.reward_fallback`.
+    Each rollout advances by itself. `on_group` and `enough` as in `EnginePool.generate`: a partial
+    rollout goes on in a later iteration, in an environment that gets the earlier turns again.
+    UserError when a rollout had a fault and there is no `rl.reward_fallback`.
     """
     groups = [
         [
@@ -251,9 +249,9 @@ async def play(
 
 
 async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[list[Message]]:
-    """The messages by which an environment asks the policy, for each prompt.
+    """The first messages of the environment for each prompt.
 
-    UserError naming the prompt it fails on. A start that took too long is tried once more.
+    UserError naming the prompt that it fails on. A start that took too long is tried once more.
     """
 
     async def start(prompt: Prompt, is_last: bool) -> list[Message]:
@@ -278,10 +276,10 @@ async def environment_prompts(session: Session, prompts: list[Prompt]) -> list[l
 
 def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | None = None) -> Metrics:
     """Means over rollouts of their turns, the environment's reward and its own metrics, and the
-    share that was out of turns; empty where there is no environment.
+    fraction of rollouts that were out of turns; empty where there is no environment.
 
-    A metric that a rollout lacks is 0 for it; `names_from`: the rollouts that say which there are,
-    where these are a part of them.
+    A metric that a rollout lacks is 0 for it. `names_from`: the rollouts whose metrics give the
+    names, where `rollouts` are a part of them.
     """
     played = [(rollout, rollout.environment) for rollout in rollouts if rollout.environment]
     if not played:

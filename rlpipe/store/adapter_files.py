@@ -1,5 +1,5 @@
-"""The files of a LoRA adapter, in the format of the library peft, and of which whole policy it is
-an adapter. Imports no torch.
+"""The files of a LoRA adapter, in the format of the library peft, and the whole policy that it
+belongs to. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PREFIX = "base_model.model."  # before the name of a tensor in peft's files
 
 @dataclass(frozen=True)
 class Adapter:
-    """Two matrices beside each of many linear layers: x goes through the layer, and alpha / rank
-    times through both matrices.
+    """A LoRA adapter: two matrices A and B beside each of many linear layers. A target layer
+    computes `W x + (alpha / rank) B A x`.
 
-    `targets`: names of layers, or how they end; none: all linear layers but the head. Example:
+    `targets`: names of layers, or their ends; empty: all linear layers but the head. Example:
     Adapter(8, 16.0, ("q_proj", "v_proj"))
     """
 
@@ -36,7 +36,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The settings of a policy's adapter, and the whole policy in the store that it is of.
+    """The settings of a policy's adapter, and the whole policy in the store that it is added to.
 
     That whole policy never changes.
     """
@@ -50,7 +50,7 @@ ADAPTER, ADAPTED = TypeAdapter(Adapter), TypeAdapter(Adapted)
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The content of `base.json`: `policy` is the whole policy that an adapter is of."""
+    """The content of `base.json`: `policy` is the whole policy that an adapter is added to."""
 
     policy: ArtifactRef
     schema_version: Literal[1] = 1  # of another, the document is refused
@@ -59,7 +59,7 @@ class AdapterBase:
 @dataclass(frozen=True)
 class _PeftDocument:
     """The fields of peft's adapter_config.json that change what an adapter computes, as far as
-    rlpipe knows others than their defaults.
+    rlpipe knows values other than their defaults.
     """
 
     peft_type: Literal["LORA"]
@@ -70,7 +70,7 @@ class _PeftDocument:
     fan_in_fan_out: Literal[False] = False
     use_rslora: Literal[False] = False
     use_dora: Literal[False] = False
-    # peft and engines compute by these, the trainer would not: no adapter of rlpipe's has one
+    # peft and engines compute by these fields, the trainer does not: rlpipe's adapters have none
     rank_pattern: Annotated[dict[str, int] | None, Field(max_length=0)] = None
     alpha_pattern: Annotated[dict[str, float] | None, Field(max_length=0)] = None
     modules_to_save: Annotated[list[str] | None, Field(max_length=0)] = None
@@ -87,7 +87,9 @@ WRITTEN = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "fan_in_fan
 
 
 def config_document(adapter: Adapter, targets: list[str]) -> dict[str, object]:
-    """peft's adapter_config.json of an adapter beside the layers that `targets` name."""
+    """The content of peft's adapter_config.json, for an adapter beside the layers that `targets`
+    name.
+    """
     beside = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0}
     named = _PeftDocument("LORA", adapter.rank, adapter.alpha, targets)
     computed = PEFT_DOCUMENT.dump_python(named, include=WRITTEN)  # the others are peft's defaults
@@ -95,8 +97,8 @@ def config_document(adapter: Adapter, targets: list[str]) -> dict[str, object]:
 
 
 def adapter_of(where: str, document: object) -> Adapter:
-    """The adapter that an adapter_config.json describes; StoreError naming the field in which it is
-    another kind.
+    """The adapter that an adapter_config.json describes; StoreError naming the field by which it is
+    an adapter of another kind.
     """
     try:
         config = PEFT_DOCUMENT.validate_python(document)

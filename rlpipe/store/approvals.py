@@ -15,19 +15,21 @@ BEFORE: dict[Gate, str] = {"rl": "RL starts", "register": "the policy is registe
 
 
 def is_awaited(run: Run, gate: Gate) -> bool:
-    """True when the run must not pass a gate yet, because nobody has agreed."""
+    """True when the run must wait at a gate, because nobody has agreed yet."""
     return gate in run.config.approval and not run.store.exists(_key(run, gate))
 
 
 def approve(run: Run, gate: Gate, flow_run: str) -> None:
-    """Keeps that somebody agreed, on the page of a flow run; no start of the run asks again."""
+    """Stores that somebody agreed, on the page of a flow run; later starts of the run do not ask
+    again.
+    """
     run.store.create(_key(run, gate), canonical_json({"gate": gate, "flow_run": flow_run}))
 
 
 def awaited_gate(run: Run, ended: bool) -> Gate | None:
-    """The gate that a run without a holder has come to, and where it waits.
+    """The gate at which a run without a holder waits; None where it waits at none.
 
-    `ended`: its RL is complete, or was stopped.
+    `ended`: True when its RL is complete, or was stopped.
     """
     if not run.sft_complete:
         return None

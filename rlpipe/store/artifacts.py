@@ -3,8 +3,8 @@
 A result exists when its manifest does.
 
 Layout of an artifact: `<folder>/<attempt>/<file>` and `<folder>/manifest.json`. Two attempts at one
-stage write different files; the first manifest wins, and the loser answers with the winner's. Files
-are read verified.
+stage write different files; the first manifest wins, and the other attempt returns the winner's.
+Files are verified when they are read.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ HASHERS = 4  # threads that verify the blocks of what was read
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sha256 of every `size` bytes of a file: they verify a part of it that is read alone."""
+    """The sha256 of every `size` bytes of a file, to verify a part of it that is read alone."""
 
     size: int
     sha256s: list[str]
 
 
 def new_attempt(held: Lease | None = None) -> str:
-    """A name no other attempt has.
+    """A name that no other attempt has.
 
     It begins with the number of the lease under which the attempt is made, by which `rlpipe gc`
-    knows whose it is.
+    knows its owner.
     """
     own = uuid.uuid4().hex[:12]
     return f"{held.number:06d}l{own}" if held else own
 
 
 def lease_of(attempt: str) -> int | None:
-    """The number of the lease under which an attempt was made; None where its name says nothing of
-    it (older code).
+    """The number of the lease under which an attempt was made; None where its name has no number
+    (older code).
     """
     named = ATTEMPT.fullmatch(attempt)
     return int(named[1]) if named else None
@@ -94,10 +94,8 @@ def blocks_of(path: Path) -> Blocks:
 def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:
     """Creates the manifest exclusively.
 
-    Answers with the one that stands: ours, or that of an earlier attempt.
-
-    UserError when the standing one records other inputs or settings than ours; TakenOver when
-    `held` is superseded.
+    Returns the manifest that exists then: this one, or that of an earlier attempt. UserError when
+    the existing one records other inputs or settings; TakenOver when `held` is superseded.
     """
     data = sealed(manifest)
     with fenced(held):
@@ -115,8 +113,8 @@ def find(store: Store, folder: str) -> tuple[ArtifactRef, Manifest] | None:
 
 
 def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manifest:
-    """The manifest of `folder`; StoreError when missing, malformed or (with `sha256`) not the one
-    meant.
+    """The manifest of `folder`; StoreError when it is missing, malformed or (with `sha256`) another
+    one.
     """
     ref, manifest = read_artifact(store, folder)
     if sha256 not in (None, ref.sha256):
@@ -147,7 +145,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _fits(stage: str, name: str, value: Any) -> bool:
-    """True when a metric has the type that its readers expect; True for all that nobody reads.
+    """True when a metric has the type that its readers expect; True for metrics without readers.
 
     `losses` is a list of numbers, `dropped` of a batch a reason for each group index, and each
     metric of an evaluation a number.
@@ -174,7 +172,7 @@ def is_pruned(store: Store, folder: str) -> bool:
 
 
 def check_same(folder: str, standing: Manifest, inputs: dict[str, str], settings: dict[str, object]) -> None:
-    """UserError naming the fields in which a committed stage differs from what is asked for now."""
+    """UserError naming the fields in which a committed stage differs from the present request."""
     pairs = {
         name: (standing.settings.get(name), settings.get(name)) for name in sorted({*standing.settings, *settings})
     }
@@ -201,13 +199,13 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
 
 
 def check_file(store: Store, folder: str, record: FileRecord) -> None:
-    """Reads a data file of any size once, keeping nothing of it; StoreError when it is not what its
-    record says.
+    """Reads a data file of any size once, without keeping it in memory; StoreError when it does not
+    match its record.
     """
     key, digest = f"{folder}/{record.name}", hashlib.sha256()
     if (size := store.size(key)) != record.bytes:
         raise StoreError(f"{store.address(key)} has {size} bytes; its manifest says {record.bytes}")
-    for part in store.parts(key, 0, record.bytes):  # the next ones are under way meanwhile
+    for part in store.parts(key, 0, record.bytes):  # the next parts are read meanwhile
         digest.update(part)
     if digest.hexdigest() != record.sha256:
         raise StoreError(f"{store.address(key)} does not have the sha256 of its manifest")
@@ -218,7 +216,7 @@ def read_range(
 ) -> memoryview:
     """Bytes of one data file, verified where its blocks are known; StoreError naming the file.
 
-    Whole blocks are read then: up to one more at each end.
+    To verify, whole blocks are read: up to one more at each end.
     """
     key = f"{folder}/{record.name}"
     if blocks is None:
@@ -247,8 +245,8 @@ def _sha256s(blocks: list[memoryview]) -> list[str]:
 def read_records(
     store: Store, ref: ArtifactRef, name: str, record: type[Record], columns: Sequence[str] | None = None
 ) -> list[Record]:
-    """All records of one Parquet file of an artifact, of the record's columns, all or these;
-    StoreError when it has them not.
+    """All records of one Parquet file of an artifact, with all columns of the record or those
+    given; StoreError when the file lacks one.
     """
     file = read_manifest(store, ref.folder, ref.sha256).file(name)
     data = read_file(store, ref.folder, file)

@@ -1,6 +1,6 @@
-"""A store that is not a local folder, as pyarrow reads files: by ranges, read-only.
+"""A store on a server as pyarrow reads files: by ranges, read-only.
 
-Sizes are those of the manifests, so nothing asks for them.
+File sizes come from the manifests, so no request asks for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlpipe.store.backend import Store
 
 
 def file_system(store: Store, sizes: dict[str, int]) -> FileSystem:
-    """The store as a pyarrow file system, to read from. Paths are those of `path_of`.
+    """The store as a pyarrow file system, for reading. Paths are those of `path_of`.
 
     `sizes`: the bytes of each key that will be read.
     """
@@ -43,7 +43,7 @@ class StoreFiles(AbstractFileSystem):
         return {"name": path, "size": self._sizes[path], "type": "file"}
 
     def open(self, path: str, mode: str = "rb", *options: Any, **kwargs: Any) -> Any:
-        """The file, to read: a RangeFile."""
+        """Opens a file for reading: a RangeFile."""
         if mode != "rb":
             raise io.UnsupportedOperation(f"{path}: a query reads only")
         return RangeFile(self._store, path, self.info(path)["size"])

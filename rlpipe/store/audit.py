@@ -35,14 +35,14 @@ PLACE = re.compile(
     r"(?P<phase>base|sft)/(?P<first>[^/\d][^/]*)|(?P<numbered>sft|rl)/(?P<iteration>\d{5,})/(?P<stage>.+)"
 )
 FAULTS_MAX = 20  # of one kind: a foreign folder of a far number would make a gap of thousands
-CALLS = "calls"  # beside a shard: the replies that its agents were given, until it is committed
+CALLS = "calls"  # beside a shard: the replies to its agents, until it is committed
 DOCUMENTS = (MANIFEST, PRUNED, "iteration.json", "run.json", "start.json")
-UNCOMMITTED = ("lease", "services", "approval")  # who holds the run, who works for it, who agreed
+UNCOMMITTED = ("lease", "services", "approval")  # its holder, its services, its approvals
 
 
 def manifests(run: Run) -> list[str]:
-    """The folders of all committed artifacts that belong to the run itself (not to the one it was
-    forked from).
+    """The folders of all committed artifacts of the run itself, without those of the run that it
+    was forked from.
     """
     return [key.removesuffix(f"/{MANIFEST}") for key in run.store.list(run.root) if key.endswith(f"/{MANIFEST}")]
 
@@ -65,15 +65,15 @@ def verify(run: Run) -> tuple[int, list[str]]:
 
 def files(run: Run, kind: str) -> list[str]:
     """The keys of all committed files of one kind of artifact ("scores", "policy", ...) in the
-    order in which they were made. Not of those that were pruned.
+    order in which they were made, without pruned ones.
 
-    A fork's shared iterations give the files of the run it was forked from. UserError listing the
-    kinds when there is none.
+    For a fork's shared iterations, the files of the run that it was forked from. UserError listing
+    the kinds when there is none.
     """
     entries = []
     for folder in (folder for member in _lineage(run) for folder in manifests(member)):
         phase, iteration, stage = stage_of(folder)
-        if run.folder(phase, iteration, stage) == folder:  # not what the parent did after the fork
+        if run.folder(phase, iteration, stage) == folder:  # not the parent's after the fork
             entries.append((ORDER[phase], iteration, by_number(stage), stage.split("/", 1)[0], folder))
     folders = [folder for *_, stage_kind, folder in sorted(entries) if stage_kind == kind]
     if not folders:
@@ -90,11 +90,10 @@ def _below_run(folder: str) -> str:
 
 
 def stage_of(folder: str) -> tuple[str, int, str]:
-    """Phase, iteration and stage of an artifact's folder.
+    """Phase, iteration and stage of an artifact's folder; StoreError when it is not the folder of a
+    stage.
 
     Example: rl, 12, scores/round-0 of runs/a/rl/00012/scores/round-0.
-
-    StoreError for a folder that no stage has.
     """
     match PLACE.fullmatch(_below_run(folder)):
         case None:
@@ -157,7 +156,7 @@ def _prune_faults(store: Store, folder: str, manifest: Manifest) -> Iterator[str
 def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[str]:
     """Yields a line for each artifact that is stored as a difference and cannot be rebuilt.
 
-    `folders`: artifacts whose own files are whole; `damaged`: the folders of those that are not.
+    `folders`: artifacts whose own files are intact; `damaged`: the folders of the others.
     """
     for folder in folders:
         try:
@@ -170,15 +169,15 @@ def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[
 
 
 def _missing(run: Run) -> Iterator[str]:
-    """Yields a line for each manifest that is not there, though something committed after it is.
+    """Yields a line for each manifest that is missing though a later artifact is committed.
 
-    No manifest names these artifacts as inputs, so no check of inputs misses them.
+    No manifest names these artifacts as inputs, so the check of inputs does not find them.
     """
     places = {stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
     segments = sorted(iteration for phase, iteration, stage in places if (phase, stage) == ("sft", "policy"))
     wanted = [("sft", segment, stage) for segment in range(len(segments)) for stage in ("state", "policy")]
     if run.fork_at == AT_SFT and not run.redo and run.config.sets("evaluation") and run.num_iterations:
-        with contextlib.suppress(StoreError):  # of a manifest that is named already
+        with contextlib.suppress(StoreError):  # a manifest that is reported already
             start = run.policy_place(0)
             wanted += [(*start, "evaluation")] if run.artifact(*start, "policy") else []
     own = (place for place in wanted if run.owner(*place) is run and place not in places)
@@ -186,7 +185,9 @@ def _missing(run: Run) -> Iterator[str]:
 
 
 def _iteration_faults(run: Run) -> Iterator[str]:
-    """Every committed iteration follows another, and names manifests that stand."""
+    """Yields the faults of committed iterations: each must follow another, and name manifests that
+    exist.
+    """
     yield from (
         f"{run.store.address(run.iteration_key(number))} is missing, and later iterations are committed"
         for number in run.lost_iterations()[:FAULTS_MAX]
@@ -206,8 +207,8 @@ def _iteration_faults(run: Run) -> Iterator[str]:
 
 
 def _unknown(run: Run) -> Iterator[str]:
-    """Documents of a later version, of which this one has none: what they name would be taken for
-    waste.
+    """Yields the documents of a later version of rlpipe: `rlpipe gc` would take the files that they
+    name for unreferenced ones.
     """
     committed, others = manifests(run), tuple(f"{run.root}/{name}/" for name in UNCOMMITTED)
     listed = [key for key in run.store.list(run.root) if key.endswith(".json") and not key.startswith(others)]
@@ -220,7 +221,7 @@ def _unknown(run: Run) -> Iterator[str]:
 
 
 def _start_faults(run: Run) -> Iterator[str]:
-    """Yields the faults of the documents that say who holds the run and how it was started last.
+    """Yields the faults of the documents with the holder of the run and its last start.
 
     The run cannot be continued when these cannot be read.
     """
@@ -233,10 +234,12 @@ def _start_faults(run: Run) -> Iterator[str]:
 
 def unreferenced(run: Run) -> list[str]:
     """The keys below the run that no manifest names: data of attempts that lost or died, and
-    temporary files. Not the replies that the agents of a shard were given which is not committed:
-    it goes on from them.
+    temporary files.
+
+    Without the agents' replies of a shard that is not committed: the next attempt goes on from
+    them.
     """
-    # before the manifests: what is committed meanwhile is named by one of them
+    # before the manifests are read: they name what is committed meanwhile
     listed = run.store.list(run.root)
     committed = manifests(run)
     kept = {f"{folder}/{record.name}" for folder in committed for record in read_manifest(run.store, folder).files}
@@ -260,10 +263,10 @@ def _of_attempts(run: Run, keys: list[str], committed: list[str]) -> Iterator[st
 
 
 def spared(run: Run, keys: list[str]) -> dict[str, int]:
-    """Unreferenced keys that a manifest may yet name, each with the number of a lease.
+    """Unreferenced keys that may still be committed, each with the number of a lease.
 
-    The holder of that lease may still commit the key: the lease was not released, nobody here can
-    tell whether its process has ended, and the folder has no other manifest. The run's own lease
+    The holder of that lease may still commit the key: the lease was not released, this process
+    cannot see if the holder has ended, and the folder has no other manifest. The run's own lease
     does not count.
     """
     committed, leases = set(manifests(run)), numbers(run.store, run.root)
@@ -282,7 +285,9 @@ def spared(run: Run, keys: list[str]) -> dict[str, int]:
 
 
 def spared_lines(run: Run) -> list[str]:
-    """The unreferenced files that `sweep` leaves, why, and the way out: a line for each lease."""
+    """The lines about unreferenced files that `sweep` leaves, one for each lease: the reason, and
+    the way out.
+    """
     counts = Counter(spared(run, unreferenced(run)).values())
     holders = unreleased(run.store, run.root, sorted(counts))
     return [
@@ -294,10 +299,10 @@ def spared_lines(run: Run) -> list[str]:
 
 
 def sweep(run: Run) -> list[str]:
-    """Deletes what is unreferenced and not `spared`, and returns it. The caller holds the run.
+    """Deletes the files that are `unreferenced` and not `spared`, and returns their keys. The
+    caller holds the run.
 
-    StoreError while `verify` finds a fault: what a damaged manifest should name would be taken for
-    waste.
+    StoreError while `verify` finds a fault: files that a damaged manifest names would be deleted.
     """
     _, faults = verify(run)
     if faults:

@@ -21,7 +21,7 @@ from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_part
 class Objects(Protocol):
     """The operations of one kind of store. Listings are in any order.
 
-    Every fault is an OSError; FileNotFoundError for a key that is not there.
+    Every error is an OSError; FileNotFoundError for a key that does not exist.
     """
 
     @property
@@ -43,7 +43,7 @@ class Objects(Protocol):
 class Store:
     """One URL as a flat map of keys to bytes.
 
-    Writes are atomic. `create` never clobbers: the first writer of a key wins.
+    Writes are atomic. `create` never overwrites: the first writer of a key wins.
     """
 
     def __init__(self, url: str) -> None:
@@ -68,9 +68,9 @@ class Store:
             raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
     def address(self, key: str) -> str:
-        """The path or s3:// URL at which a person finds `key`.
+        """The path or s3:// URL of `key` for a person.
 
-        UserError when `key` is no key: some come from other processes.
+        UserError when `key` is not a valid key: some come from other processes.
         """
         _check(key)
         return str(self.local / key) if self.local else f"{self.url}/{key}"
@@ -79,7 +79,7 @@ class Store:
         return self.objects.exists(_check(key))
 
     def read(self, key: str) -> bytes:
-        """StoreError naming the file when it is missing."""
+        """The bytes of a file; StoreError naming it when it is missing."""
         with self._missing(key):
             return self.objects.read(_check(key))
 
@@ -89,8 +89,8 @@ class Store:
             return self.objects.size(_check(key))
 
     def parts(self, key: str, start: int, end: int) -> Iterator[Part]:
-        """The bytes `start` to `end` of a file in order, the next parts being read already;
-        StoreError naming it when it is missing or shorter.
+        """The bytes `start` to `end` of a file in order, with the next parts read ahead; StoreError
+        naming it when it is missing or shorter.
         """
         _check(key)
 
@@ -122,9 +122,9 @@ class Store:
         self.objects.put(_check(key), data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Creates `key` exclusively: True when this call did, False when it was there.
+        """Creates `key` exclusively: True when this call did, False when it existed.
 
-        The bytes are never empty.
+        `data` must not be empty.
         """
         assert data, f"{key}: an empty file says nothing of who created it"
         return self.objects.create(_check(key), data)
@@ -132,7 +132,7 @@ class Store:
     def put_file(self, key: str, source: Path) -> FileContent:
         """Uploads a local file, atomic like `put`.
 
-        The content is that of the very bytes that were sent, hashed meanwhile.
+        The size and sha256 returned are those of the bytes that were sent, hashed meanwhile.
         """
         with source.open("rb") as file, hashing() as passed:
             size = source.stat().st_size
@@ -148,18 +148,19 @@ class Store:
             return passed.content()
 
     def get_file(self, key: str, target: Path) -> FileContent:
-        """Downloads `key` to `target`, and says what it wrote there, hashed meanwhile (not atomic:
-        callers compare the hash and rename).
+        """Downloads `key` to `target`; returns size and sha256 of what it wrote, hashed meanwhile.
+
+        Not atomic: callers compare the hash and rename.
         """
         return self._get_parts(key, self.size(key), target)
 
     def _get_parts(
         self, key: str, size: int, target: Path, order: Sequence[int] = (), landed: Callable[[int], None] | None = None
     ) -> FileContent:
-        """As `get_file`, of a file of `size` bytes.
+        """As `get_file`, for a file of `size` bytes.
 
-        `order`: the starts of the parts as they are begun; `landed` is told the start of each that
-        is there.
+        `order`: the starts of the parts in the order in which they are begun; `landed` is called
+        with the start of each part that was written.
         """
 
         def fetch_part(start: int, end: int) -> None:
@@ -192,14 +193,14 @@ class Store:
 
 
 def _check(key: str) -> str:
-    """UserError for what is no key: some come from other processes."""
+    """UserError for an invalid key: some come from other processes."""
     if not is_key(key):
         raise UserError(f"{key!r:.200} is no key of the store: it would lead out of it")
     return key
 
 
 def _bucket(url: str) -> Objects:
-    from rlpipe.store.s3 import Bucket  # only where a store is on S3: it takes 0.3 s
+    from rlpipe.store.s3 import Bucket  # imported only for a store on S3: it takes 0.3 s
 
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     if prefix and not is_key(prefix):
@@ -208,7 +209,7 @@ def _bucket(url: str) -> Objects:
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`, without touching it."""
+    """The store at `url`; makes no request to it."""
     return Store(url)
 
 

@@ -1,6 +1,4 @@
-"""The code that works on a run, as its records name it: a commit, and a hash of what was edited
-since.
-"""
+"""The code that works on a run, as its records name it: a commit, and a hash of the edits since."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from rlpipe import __version__
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("rlpipe", "flows", "tasks")  # below ROOT: the code that runs
 FILE_BYTES_MAX = 1 << 20  # of a file that are hashed, beside its size: no source file is longer
-FILES_MAX = 2000  # whose content is hashed; of further ones the name is
+FILES_MAX = 2000  # whose content is hashed; further files count by name
 GIT_TIMEOUT_S = 10
 # another repository's, where git itself started us (a hook): -C would not go before them
 FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE", "GIT_PREFIX")
@@ -24,12 +22,12 @@ FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY",
 
 @cache
 def code_version() -> str:
-    """The code as it is on the disk when it is first asked for in this process.
+    """The code as it is on the disk at the first call in this process.
 
-    Of a checkout the commit, `6a1f0c2b9d3e`; where files of the code differ from it, are new (and
-    not ignored) or gone, `6a1f0c2b9d3e-dirty-1b2c3d4e`, whose end is a hash of them: the same edit
-    of the same commit has the same. Elsewhere (installed, copied, no git) the version of the
-    package and a hash of all its files, `0.1.0-files-5f6a7b8c`.
+    In a checkout the commit, `6a1f0c2b9d3e`. Where files of the code differ from it, are new (and
+    not ignored) or deleted, `6a1f0c2b9d3e-dirty-1b2c3d4e`, which ends with a hash of them: the same
+    edit of the same commit has the same name. Elsewhere (installed, copied, no git) the version of
+    the package and a hash of all its files, `0.1.0-files-5f6a7b8c`.
     """
     return version_of(ROOT)
 
@@ -58,7 +56,7 @@ def _git(root: Path, *command: str) -> bytes:
     """The output of a git command in a folder.
 
     An error when there is no git, or when the folder is no checkout, or has no commit. A checkout
-    of another user's (a mounted one, in a container) is read all the same: its code runs already.
+    that belongs to another user (a mounted one, in a container) is read too: its code runs already.
     """
     settings = (f"safe.directory={root}", "core.fsmonitor=false")
     options = [option for setting in settings for option in ("-c", setting)]
@@ -75,7 +73,7 @@ def _git(root: Path, *command: str) -> bytes:
 
 
 def _digest(root: Path, names: Iterable[bytes]) -> str:
-    """A short sha256 of files by name and content; of one that is gone, by its name."""
+    """A short sha256 of files by name and content; a deleted file counts by its name."""
     digest = hashlib.sha256()
     for index, name in enumerate(sorted(set(names))):
         digest.update(name + b"\0" + (_content(root / os.fsdecode(name)) if index < FILES_MAX else b"") + b"\0")
@@ -83,7 +81,7 @@ def _digest(root: Path, names: Iterable[bytes]) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """A sha256 of a file's size and its first FILE_BYTES_MAX bytes; empty where no file can be
+    """A sha256 of a file's size and its first FILE_BYTES_MAX bytes; empty where the file cannot be
     read.
     """
     try:

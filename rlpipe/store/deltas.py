@@ -1,11 +1,11 @@
-"""The files of a policy as differences to those of an earlier one: which numbers changed, and to
-what. Rebuilt to the bit, and proved by sha256.
+"""The files of a policy as differences to those of an earlier one: the numbers that changed, and
+their new values. Rebuilt to the same bits, and verified by sha256.
 
 A difference has one frame for every FRAME_BYTES of its file, compressed by zstd. A frame begins
-with a bit for each number of the file: 1 where the number is another one than the base's. The
-changed numbers follow, as XOR with the base's: the lowest byte of all of them, then the next byte.
-Numbers are `width` bytes of the file, whatever they mean. `delta.json`, a Delta, says what is
-stored of each file.
+with a bit for each number of the file: 1 where the number differs from the base's. The changed
+numbers follow, as XOR with the base's: the lowest byte of all of them, then the next byte. Numbers
+are `width` bytes of the file, whatever they mean. `delta.json`, a Delta, says how each file is
+stored.
 
 Legend: N numbers of a frame, M of them changed, W bytes of a number.
 """
@@ -50,8 +50,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A whole file of a policy, and what is stored of it: all ("whole", under its name), nothing
-    ("base": it is the base's), or its difference to the base's ("xor": `frames` of numbers of
+    """A file of a whole policy, and how it is stored: "whole" (under its name), "base" (nothing
+    stored: equal to the base's), or "xor" (its difference to the base's: `frames` of numbers of
     `width` bytes, under its name and SUFFIX).
     """
 
@@ -79,7 +79,7 @@ class Delta:
 def parse_delta(address: str, data: bytes) -> Delta:
     """The Delta in the document at an address.
 
-    StoreError when it is damaged, or would lead to other folders.
+    StoreError when it is damaged, or names paths outside of its folder.
     """
     delta = parse_document(address, data, Delta)
     for file in delta.files:
@@ -89,8 +89,8 @@ def parse_delta(address: str, data: bytes) -> Delta:
 
 
 def write_difference(base: Path, whole: Path, target: Path, width: int) -> tuple[DeltaFile, str]:
-    """Writes to `target` how `whole` differs from `base`, a file of as many bytes; the record of
-    the whole file, and the sha256 of `base` as it was read.
+    """Writes the difference of `whole` to `base`, a file of the same size, to `target`; returns the
+    record of the whole file, and the sha256 of `base` as it was read.
     """
     size, frames = whole.stat().st_size, list[Frame]()
     digest, base_digest = hashlib.sha256(), hashlib.sha256()
@@ -110,10 +110,10 @@ def write_difference(base: Path, whole: Path, target: Path, width: int) -> tuple
 
 
 def rebuild(address: str, delta: Delta, stored: Path, base: Path, whole: Path) -> Path:
-    """Makes the folder `whole` with the whole files of a policy, of what is stored of it and of its
-    base's whole files.
+    """Makes the folder `whole` with the whole files of a policy, from its stored files and the
+    whole files of its base.
 
-    StoreError naming a file, below the policy's address, that does not come out as it was written.
+    StoreError naming a file, below the policy's address, that has other bytes than were written.
     """
     whole.mkdir()
     for file in delta.files:
@@ -134,7 +134,7 @@ def rebuild(address: str, delta: Delta, stored: Path, base: Path, whole: Path) -
 
 
 def _apply(base: Path, difference: Path, file: DeltaFile, frame_bytes: int, target: Path) -> str:
-    """Writes the whole file; its sha256."""
+    """Writes the whole file; returns its sha256."""
     ends = [*accumulate(frame.bytes for frame in file.frames)]
     digest = hashlib.sha256()
     with base.open("rb") as base_file, difference.open("rb") as frames_file, target.open("wb") as target_file:
@@ -152,7 +152,7 @@ def _apply(base: Path, difference: Path, file: DeltaFile, frame_bytes: int, targ
 
 
 def _packed(before: bytes, after: bytes, width: int) -> tuple[bytes, int]:
-    """A frame, and how many numbers changed."""
+    """Returns a frame, and the number of changed numbers in it."""
     xor_N = _numbers(before, width) ^ _numbers(after, width)
     changed_N = xor_N != 0
     xor_M = xor_N[changed_N]
@@ -162,7 +162,7 @@ def _packed(before: bytes, after: bytes, width: int) -> tuple[bytes, int]:
 
 
 def _unpacked(before: bytes, frame: bytes, num_changed: int, width: int) -> bytes:
-    """The bytes that `_packed` was given as `after`."""
+    """The inverse of `_packed`: returns the bytes `after`."""
     numbers_N = _numbers(before, width).copy()
     num_bits_bytes = -(-len(numbers_N) // 8)
     size = num_bits_bytes + num_changed * width
@@ -174,7 +174,7 @@ def _unpacked(before: bytes, frame: bytes, num_changed: int, width: int) -> byte
 
 
 def _numbers(data: bytes, width: int) -> npt.NDArray[np.unsignedinteger]:
-    """The bytes as whole numbers of `width` bytes; the last one is filled up with zeros."""
+    """The bytes as integers of `width` bytes; the last one is padded with zeros."""
     return np.frombuffer(data.ljust(-(-len(data) // width) * width, b"\0"), dtype=f"<u{width}")
 
 

@@ -15,13 +15,13 @@ from typing import BinaryIO
 
 from rlpipe.store.transfer import PIECE_BYTES, write_at
 
-FOLDER_TRIES = 20  # of a folder that others delete while a file is made in it
+FOLDER_TRIES = 20  # to make a file in a folder that other processes may delete
 
 
 class Disk:
     """A folder as a flat map of keys to bytes.
 
-    Every fault is an OSError; FileNotFoundError for a file that is not there.
+    Every error is an OSError; FileNotFoundError for a file that does not exist.
     """
 
     parts_at_once = 1  # writers of one file wait for each other, and take processor time for it
@@ -35,7 +35,7 @@ class Disk:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            if error.errno != errno.ELOOP:  # a link to itself leads to no file
+            if error.errno != errno.ELOOP:  # a link to itself is a missing file
                 raise
             return False
         return True
@@ -47,7 +47,7 @@ class Disk:
         return (self._root / key).read_bytes()
 
     def read_part(self, key: str, start: int, end: int) -> bytes:
-        """Fewer bytes when the file ends before."""
+        """The bytes `start` to `end` of a file; fewer when it ends before."""
         with (self._root / key).open("rb") as file:
             file.seek(start)
             return file.read(end - start)
@@ -55,7 +55,7 @@ class Disk:
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
         """Writes a part to the same place of an open file.
 
-        Where it ended, which is before `end` when the file does.
+        Returns the position where it ended, which is before `end` when the file is shorter.
         """
         with (self._root / key).open("rb", buffering=0) as file:
             file.seek(start)
@@ -94,8 +94,8 @@ class Disk:
             return []
 
     def delete(self, key: str) -> None:
-        """The folders that it leaves empty are gone too, but the root: a folder is where keys are,
-        as on S3.
+        """Deletes a file, and the folders that it leaves empty except the root: folders exist only
+        as parts of keys, as on S3.
         """
         path = self._root / key
         path.unlink()
@@ -107,7 +107,7 @@ class Disk:
     def check_writable(self, key: str) -> None:
         """OSError when `key` could not be created.
 
-        Writes nothing that stays, and makes no folder.
+        Leaves no file, and makes no folder.
         """
         folder = self._root
         while not folder.exists():
@@ -122,7 +122,9 @@ class Disk:
 
 
 def link(source: str | Path, target: str | Path) -> None:
-    """The file `source` under another name too; a copy on a file system without hard links."""
+    """Links the file `source` to a second name, `target`; copies it on a file system without hard
+    links.
+    """
     try:
         os.link(source, target)
     except OSError:
@@ -130,14 +132,16 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def _refuse_unless_gone(error: OSError) -> None:
-    """A folder that is not there has no files; one that cannot be read may have some."""
+    """Ignores the error of a folder that does not exist; raises any other, as the folder may have
+    files.
+    """
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 @contextlib.contextmanager
 def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
-    """A file beside `path` with these pieces, on disk; it is gone afterwards, unless it was
+    """A file beside `path` with these pieces, synced to disk; deleted afterwards, unless it was
     renamed.
     """
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -153,8 +157,8 @@ def _temporary(path: Path, pieces: Iterable[bytes]) -> Iterator[Path]:
 
 
 def _opened(path: Path, tries: int = FOLDER_TRIES) -> BinaryIO:
-    """A new file in its folder, which is made; once more where another process took it away in
-    between, with the last file in it.
+    """Opens a new file and makes its folder; tries again where another process deleted the empty
+    folder in between.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

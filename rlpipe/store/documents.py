@@ -1,9 +1,9 @@
 """The JSON documents of a run (run.json, manifests, iteration.json, leases, services): written with
 a seal, parsed in one place.
 
-The seal is the sha256 of the rest: a document that was cut, edited or damaged is known without
-another that names it. Those that older versions wrote have none. One whose seal is right, and whose
-content is none of its type, is of a later version.
+The seal is the sha256 of the rest: it shows that a document was cut, edited or damaged without any
+other document that names it. Documents of older versions have none. A document with a valid seal
+whose content does not fit its type is from a later version.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SEAL = "seal"
 
 
 class LaterVersion(StoreError):
-    """A document that a later version of rlpipe wrote: its seal is right, and this version does not
-    know what it says.
+    """Raised for a document of a later version of rlpipe: its seal is valid, and this version does
+    not know its content.
     """
 
 
 def sealed(document: Any) -> bytes:
-    """The bytes of a document, a dataclass, its keys in their order: that of filters and rewards in
-    a config means something. The seal does not depend on it.
+    """The bytes of a document, a dataclass, with a seal. Keys keep their order, since the order of
+    filters and rewards in a config has a meaning; the seal does not depend on it.
     """
     tree = dataclasses.asdict(document)
     assert SEAL not in tree, f"{type(document).__name__} has a field of that name"
@@ -42,8 +42,8 @@ def sealed(document: Any) -> bytes:
 
 
 def read_document(store: Store, key: str, kind: type[Document]) -> Document:
-    """The document of `key`; StoreError naming the file when it is missing, or not what was
-    written, LaterVersion for what is not known here.
+    """The document of `key`; StoreError naming the file when it is missing or damaged, LaterVersion
+    for content that this version does not know.
     """
     assert key.endswith(".json"), f"{key} is no document"
     return parse_document(store.address(key), store.read(key), kind)
@@ -52,8 +52,9 @@ def read_document(store: Store, key: str, kind: type[Document]) -> Document:
 def parse_document(
     address: str, data: bytes, kind: type[Document], check: Callable[[Document], object] = lambda _: None
 ) -> Document:
-    """The document that `data` holds; StoreError naming its address and the fault, of a later
-    version's LaterVersion. `check`: raises ValueError for what its type alone does not refuse.
+    """The document in `data`; StoreError naming its address and the fault, LaterVersion for a
+    document of a later version. `check` raises ValueError for faults that the type alone does not
+    show.
     """
     is_whole = False
     try:

@@ -17,9 +17,8 @@ CHANGEABLE = ("rl.", "evaluation.")  # in a fork
 
 
 class Progress(Protocol):
-    """The progress of a run: the part of `rlpipe.store.run.Run` that is needed here.
-
-    That module imports this one.
+    """The progress of a run: the part of `rlpipe.store.run.Run` that is needed here (that module
+    imports this one).
     """
 
     @property
@@ -33,9 +32,9 @@ class Progress(Protocol):
 
 
 def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
-    """The fields by which two configs compute differently, as text.
+    """The fields in which two configs compute differently, one text a field.
 
-    One text a field: "rl.clip_high: 0.28 -> 0.4".
+    Example: "rl.clip_high: 0.28 -> 0.4".
     """
     after, before = identity(new), identity(old)
     data = _data_differences(new.data, old.data)
@@ -47,10 +46,10 @@ def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
 
 
 def fixed_differences(new: PipelineConfig, old: PipelineConfig, at: int) -> list[str]:
-    """The differences that a fork at iteration `at` cannot have.
+    """The differences that a fork at iteration `at` must not have.
 
-    The fork shares what was computed with the old settings. Before the first iteration (`at` is
-    AT_SFT) no prompt of RL was drawn: the data of RL and of evaluations may change.
+    The fork shares results that were computed with the old settings. Before the first iteration
+    (`at` is AT_SFT) no prompt of RL was drawn: the data of RL and of evaluations may change.
     """
     if at == AT_SFT:
         new, old = (config.model_copy(update={"data": config.sets("sft")}) for config in (new, old))
@@ -58,7 +57,9 @@ def fixed_differences(new: PipelineConfig, old: PipelineConfig, at: int) -> list
 
 
 def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]:
-    """Field by field where the sets have the same names, in the same order; else the names."""
+    """The differences field by field where the sets have the same names, in the same order; else
+    the names.
+    """
     names_after, names_before = ([f"{data.name} ({data.use})" for data in sets] for sets in (new, old))
     if names_after != names_before:
         return [f"data: {', '.join(names_before) or 'none'} -> {', '.join(names_after) or 'none'}"]
@@ -71,7 +72,7 @@ def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]
 
 
 def way_to_resume(config: PipelineConfig) -> str:
-    """The command that goes on with a run by what is stored."""
+    """The command that continues a run from what is stored."""
     return f"rlpipe resume {config.run}{_store_option(config)}"
 
 
@@ -82,7 +83,8 @@ def _store_option(config: PipelineConfig) -> str:
 
 
 def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
-    """Tells a person how to go on from what a run has with other settings: by a fork, or a new run.
+    """Text for a person: how to continue from a run's results with other settings, by a fork or a
+    new run.
 
     `config`: the settings that are wanted; None: any.
     """
@@ -104,8 +106,9 @@ def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
 
 
 def check_committed(run: Progress, at: int, redo: str = "") -> None:
-    """UserError when there is no iteration `at` to fork at, or for
-    AT_SFT no SFT that is complete."""
+    """UserError when there is no iteration `at` to fork at; for AT_SFT, when SFT is not
+    complete.
+    """
     get_there = f"let `rlpipe run ... --run {run.name}` get there first"
     if at == AT_SFT:
         if redo:

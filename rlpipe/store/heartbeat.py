@@ -1,6 +1,6 @@
-"""The heartbeat of a process that holds or prepares a run: another process, which beats for as long
-as the first lives and is not stopped. What keeps the first from its threads, such as a library that
-holds the interpreter's lock for a minute, does not make it look dead.
+"""The heartbeat of a process that holds or prepares a run: a second process, which beats for as
+long as the first lives and is not stopped. So the first does not look dead while its threads cannot
+run, as when a library holds the interpreter's lock for a minute.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rlpipe.store.patience import hurrying
 
 log = logging.getLogger(__name__)
 STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-END_S = 10.0  # a beat that is under way is waited for so long when the heartbeat ends
+END_S = 10.0  # how long `end` waits for a beat in progress
 
 
 @dataclass(frozen=True)
 class Look:
-    """A report of the heartbeat: when it looked at the store, and whether the fence stands.
+    """A report of the heartbeat: when it last read the store, and if the fence existed.
 
     `at`: by the monotonic clock, which no process sets.
     """
@@ -44,15 +44,16 @@ class Look:
 
 
 class Heartbeat:
-    """Beats into `key` every `every_s`, the first time after that, until `end` or until the key
-    `fence` exists; it looks before each beat.
+    """Writes a beat to `key` every `every_s`, the first time after `every_s`, until `end` or until
+    the key `fence` exists; it looks for the fence before each beat.
     """
 
     def __init__(
         self, store: Store, key: str, holder: Holder, every_s: float, fence: str, on_look: Callable[[Look], object]
     ) -> None:
-        """`fence`: empty for none; `on_look`: called in a thread
-        of this process after each look."""
+        """`fence`: empty for none; `on_look`: called in a thread of this process after each
+        look.
+        """
         self.holder = holder
         self._store, self._key, self._every_s, self._fence, self._on_look = store, key, every_s, fence, on_look
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -62,17 +63,17 @@ class Heartbeat:
         self._thread.start()
 
     def _attend(self) -> None:
-        """Starts the process, after a moment: much that takes a run is over by then.
+        """Starts the process after a moment, since many leases are released by then.
 
-        Starts it again when somebody ended it, or it cannot be had just now, and says so once where
-        it did nothing.
+        Starts it again when it ended or could not be started, and warns once when it sent no
+        report.
         """
         while not self._is_fenced and not self._stop.wait(self._every_s / 5):
             why, looks = "", self._looks
             try:
                 self._listen()
             except (OSError, ValueError) as error:
-                # no process to be had, or it ended before it was told anything
+                # no process could be started, or it ended before it got its order
                 why = f" ({error})"
             if looks == self._looks and not self._is_missed and not self._stop.is_set():
                 self._is_missed = True
@@ -89,8 +90,8 @@ class Heartbeat:
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "rlpipe.store.heartbeat"], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, text=True,
-                stderr=subprocess.DEVNULL if self._is_missed else None,  # its traceback is said once, too
-                start_new_session=True,  # Ctrl-C is not for it
+                stderr=subprocess.DEVNULL if self._is_missed else None,  # its traceback is shown once, too
+                start_new_session=True,  # Ctrl-C must not end it
             )  # fmt: skip
         with process:
             assert process.stdin is not None and process.stdout is not None
@@ -105,7 +106,7 @@ class Heartbeat:
                 self._on_look(look)
 
     def end(self) -> None:
-        """No beat comes after this."""
+        """Ends the heartbeat: no beat comes after this."""
         assert not self._stop.is_set(), f"{self._key} is released already"
         self._stop.set()
         with self._lock:
@@ -128,8 +129,8 @@ def _said(lines: Iterable[str]) -> Iterator[Look]:
 
 
 def beat(orders: io.FileIO, store: Store, key: str, holder: Holder, every_s: float, fence: str, parent: int) -> None:
-    """Beats for the process `parent` until that ends, until a line or the end of `orders`, or until
-    `fence` exists.
+    """Beats until the process `parent` ends, until a line or the end of `orders`, or until `fence`
+    exists.
     """
     while not select.select([orders], [], [], every_s)[0] and os.getppid() == parent:
         if psutil.Process(parent).status() in STOPPED:

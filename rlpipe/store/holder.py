@@ -23,11 +23,11 @@ Seconds = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease, as the lease names it.
+    """The process that holds a lease, as the lease records it.
 
     `flow_run`: the id of the Prefect flow run that it works for; empty without one. `machine`: boot
-    and pid namespace, in which alone the pid means something; older leases have none. `since`: when
-    it took the run.
+    and pid namespace, within which the pid is valid; older leases have none. `since`: when it took
+    the run.
     """
 
     host: StrictStr
@@ -41,22 +41,22 @@ class Holder:
 
     @property
     def is_of_here(self) -> bool:
-        """True when the holder is, or was, a process that this one can see.
-
-        It is of this host, since it was booted, and in this pid namespace.
+        """True when the holder is, or was, a process that this process can see: of this host since
+        its last boot, and in this pid namespace.
         """
         return self.host == socket.gethostname() and self.machine in ("", this_machine())
 
     @property
     def is_here(self) -> bool:
-        """True when this process can see the holder, and it lives; also when it is stopped."""
+        """True when this process can see the holder, and the holder lives, even if it is
+        stopped.
+        """
         return self.is_of_here and _start_time(self.pid) == self.process_started
 
     @property
     def is_gone(self) -> bool:
-        """True when the holder can write nothing any more, as far as can be known here.
-
-        It has released the run, or was a process of here that has ended.
+        """True when the holder is known to write nothing any more: it has released the run, or was
+        a process on this machine that has ended.
         """
         return self.released or (self.is_of_here and not self.is_here)
 
@@ -65,15 +65,15 @@ class Holder:
 
 
 def this_process(flow_run: str = "") -> Holder:
-    """This process, as a lease says it."""
+    """This process as a Holder."""
     pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
     return Holder(socket.gethostname(), pid, _start_time(pid), flow_run=flow_run, machine=this_machine(), since=now)
 
 
 @cache
 def this_machine() -> str:
-    """The boot of this host and the pid namespace of this process: two containers of one host name
-    see other pids.
+    """The boot of this host and the pid namespace of this process: two containers with one host
+    name have different pids.
     """
     try:
         return f"{BOOT_ID.read_text().strip()} {os.readlink(PID_NAMESPACE)}"
@@ -82,7 +82,7 @@ def this_machine() -> str:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process of this host started; None when it is gone or a zombie.
+    """The start time of a process on this host; None when it has ended or is a zombie.
 
     Guards against reused pids.
     """

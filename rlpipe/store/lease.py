@@ -1,12 +1,13 @@
 """One holder per run.
 
-Leases are numbered, each number is created exclusively by who takes the run, and is a fence: its
-holder is superseded exactly when the next number exists, and looks before each commit and each
-deletion. Beside them lies what announces a run that is only being prepared. The rule, and why
-nothing is lost by it, with a table of what may still come late: docs/store.md.
+Leases are numbered. The process that takes the run creates the next number exclusively, and each
+number is a fence: a holder is superseded exactly when the next number exists. It checks that before
+each commit and each deletion. Announcements of runs that are only being prepared lie beside the
+leases. The rule, why nothing is lost by it, and a table of what may still come late: docs/store.md.
 
-Whether a holder is dead: of this host (boot, pid namespace) its pid and start time say so; of
-another its heartbeat must stand still for `STALE_S` of *our* clock, so clocks need not agree.
+A holder on this machine (boot, pid namespace) is dead by its pid and start time; a holder on
+another is dead when its heartbeat stands still for `STALE_S` of *our* clock, so clocks need not
+agree.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from rlpipe.store.patience import hurrying
 HEARTBEAT_S = 10.0
 STALE_S = 35.0
 TAKEOVERS_MAX = 5
-# a lease whose deeds take longer is not given back: others wait until its heartbeat is old
+# a lease whose deeds take longer is not released: others wait until its heartbeat is old
 DEEDS_S = 60.0
 READERS = 16  # of leases, at the same time
 NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 
 
 class RunHeld(UserError):
-    """Another process works on the run.
+    """Raised when another process works on the run.
 
-    `flow_run`: what it works for, as it said when it took the run.
+    `flow_run`: the flow run that it works for, as recorded when it took the run.
     """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
@@ -51,9 +52,9 @@ class RunHeld(UserError):
 
 
 class TakenOver(UserError):
-    """This process was taken for dead, and another holds the run.
+    """Raised when another process has taken the run, because it took this one for dead.
 
-    `flow_run`: what that one works for.
+    `flow_run`: the flow run that the other process works for.
     """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
@@ -64,7 +65,8 @@ class TakenOver(UserError):
 class Lease:
     """A held lease.
 
-    What its holder commits or deletes is a `deed`; whoever was taken over does no more of them.
+    Each commit and each deletion of its holder is a `deed`; a holder that was taken over does no
+    more of them.
     """
 
     def __init__(self, store: Store, run_root: str, number: int, holder: Holder) -> None:
@@ -79,14 +81,14 @@ class Lease:
         self._heartbeat = Heartbeat(store, _key(run_root, number), holder, HEARTBEAT_S, fence, self._on_look)
 
     def _on_look(self, look: Look) -> None:
-        """Takes a report of the heartbeat, and tells when the run was taken over."""
+        """Takes a report of the heartbeat, and calls the listener when the run was taken over."""
         self._looked_at = max(self._looked_at, look.at)
         if look.is_fenced and self._over is None:
             self._tell()
 
     def check(self) -> None:
-        """TakenOver, naming the holder, once another process has taken the run; one look at the
-        store.
+        """Reads the store once; TakenOver, naming the new holder, when another process has taken
+        the run.
         """
         if self._over is None and self._store.exists(_key(self._run_root, self.number + 1)):
             self._tell()
@@ -95,17 +97,19 @@ class Lease:
             raise TakenOver(str(self._over), self._over.flow_run)
 
     def check_unless_fresh(self) -> None:
-        """As `check`, by the last look where that was a moment ago: the heartbeat looks as well."""
+        """As `check`; reads nothing where the heartbeat has looked a moment ago."""
         if self.is_over or time.monotonic() - self._looked_at > 2 * HEARTBEAT_S:
             self.check()
 
     @property
     def is_over(self) -> bool:
-        """True when it is known by now that the run was taken over. Does not look at the store."""
+        """True when it is known already that the run was taken over. Does not read the store."""
         return self._over is not None
 
     def on_taken_over(self, act: Callable[[], object] | None) -> None:
-        """`act` is called once, by whichever thread finds the run taken over; None: no more."""
+        """Sets the listener: `act` is called once, in the thread that finds the run taken over;
+        None removes it.
+        """
         self._listener = act
         if self._over is not None and act is not None:
             act()
@@ -126,8 +130,8 @@ class Lease:
 
     @contextlib.contextmanager
     def deed(self) -> Iterator[None]:
-        """The body writes or deletes one thing of the run, after a look at the lease: TakenOver
-        instead, and StoreError once it was given back.
+        """Checks the lease before the body, which writes or deletes one thing of the run: TakenOver
+        when the run was taken over, StoreError once the lease was released.
         """
         with self._changed:
             if self._released:
@@ -144,7 +148,7 @@ class Lease:
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Says that nobody holds the run any more, and that nothing more comes of this holder."""
+        """Records that nobody holds the run any more, and that this holder writes nothing more."""
         self._heartbeat.end()
         with self._changed:
             self._released = True
@@ -155,15 +159,15 @@ class Lease:
 
 @contextlib.contextmanager
 def fenced(held: Lease | None) -> Iterator[None]:
-    """As `Lease.deed`; where nobody holds the run (tools, tests) just the body."""
+    """As `Lease.deed`; only the body where nobody holds the run (tools, tests)."""
     with held.deed() if held else contextlib.nullcontext():
         yield
 
 
 class Announcement:
-    """Says that this process prepares a run.
+    """The announcement that this process prepares a run.
 
-    No key is left of it after `vanish`; the folder of a store that had none stays.
+    `vanish` deletes its key; the folder of a store that had none stays.
     """
 
     def __init__(self, store: Store, key: str) -> None:
@@ -173,7 +177,7 @@ class Announcement:
     def vanish(self) -> None:
         self._heartbeat.end()
         if self._heartbeat.holder.beats:
-            with contextlib.suppress(OSError):  # then it stays, and says nothing without a beat
+            with contextlib.suppress(OSError):  # then the key stays; without a beat it has no effect
                 self._store.delete(self._key)
 
 
@@ -181,7 +185,9 @@ _announcements: dict[tuple[str, str], Announcement] = {}  # of this process, by 
 
 
 def acquire(store: Store, run_root: str, flow_run: str = "") -> Lease:
-    """The lease of a run, for a flow run; RunHeld naming host and pid of a holder that lives."""
+    """Takes the lease of a run, for a flow run; RunHeld naming host and pid of a holder that
+    lives.
+    """
     for _ in range(TAKEOVERS_MAX):
         number, own = check_free(store, run_root) + 1, this_process(flow_run)
         if store.create(_key(run_root, number), sealed(own)):
@@ -191,9 +197,10 @@ def acquire(store: Store, run_root: str, flow_run: str = "") -> Lease:
 
 
 def announce(store: Store, run_root: str) -> None:
-    """Says, from HEARTBEAT_S on, that this process prepares a run: until it has the run's lease,
-    withdraws, or ends. The services of the run see that by `pulse`, and wait. Any number of
-    processes may do so at once.
+    """Announces, from HEARTBEAT_S on, that this process prepares a run, until it has the run's
+    lease, withdraws, or ends. The run's services see it by `pulse`, and wait.
+
+    Any number of processes may announce at once.
     """
     key = f"{run_root}/lease/announced-{secrets.token_hex(4)}.json"
     withdraw(store, run_root)
@@ -201,8 +208,8 @@ def announce(store: Store, run_root: str) -> None:
 
 
 def withdraw(store: Store, run_root: str) -> None:
-    """Takes the announcement of this process away; no key is left of it, and one that was never
-    seen wrote nothing.
+    """Deletes the announcement of this process; one that was withdrawn before its first beat has
+    written nothing.
     """
     if announcement := _announcements.pop((store.url, run_root), None):
         announcement.vanish()
@@ -211,15 +218,14 @@ def withdraw(store: Store, run_root: str) -> None:
 @atexit.register
 def _withdraw_all() -> None:
     for announcement in _announcements.values():
-        if announcement.of_process == os.getpid():  # and not of the one that was forked
+        if announcement.of_process == os.getpid():  # not those of a process that this one was forked from
             announcement.vanish()
 
 
 def pulse(store: Store, run_root: str) -> str:
-    """A hash of what a run's newest lease and its announcements say, by one look.
+    """A hash of a run's newest lease and its announcements, read once.
 
-    After HEARTBEAT_S it is another one when a process, of any host, works on the run or prepares
-    it; else the same.
+    It changes within HEARTBEAT_S while a process, on any host, works on the run or prepares it.
     """
     names = {key.rsplit("/", 1)[-1] for key in store.list(f"{run_root}/lease")}
     held = [_key(run_root, number) for number in _numbers(names)[-1:]]
@@ -231,9 +237,11 @@ def pulse(store: Store, run_root: str) -> str:
 
 
 def check_free(store: Store, run_root: str) -> int:
-    """The number of the newest lease (-1: none); RunHeld when its holder lives, or when that of an
-    older one that was not given back is a process of here, be it stopped. Of an older one of
-    elsewhere one late deed at most may come (docs/store.md). Writes nothing.
+    """The number of the newest lease (-1: none). Writes nothing.
+
+    RunHeld when its holder lives, or when the holder of an older lease that was not released is a
+    process on this machine, even a stopped one. The holder of an older lease elsewhere may still do
+    one late deed at most (docs/store.md).
     """
     leases = numbers(store, run_root)
     newest = leases[-1] if leases else -1
@@ -250,7 +258,7 @@ def check_free(store: Store, run_root: str) -> int:
 def numbers(store: Store, run_root: str) -> list[int]:
     """The numbers of all leases of a run, in order.
 
-    StoreError where something else has the place of one: nobody could take the run.
+    StoreError where a folder has the name of a lease: no process could take the run.
     """
     folder = f"{run_root}/lease"
     if wrong := [name for name in (store.folders(folder) if store.local else ()) if NAME.fullmatch(name)]:
@@ -261,8 +269,8 @@ def numbers(store: Store, run_root: str) -> list[int]:
 
 
 def unreleased(store: Store, run_root: str, leases: list[int]) -> dict[int, Holder]:
-    """The holders of those of these leases that were not given back; StoreError for one that is
-    damaged.
+    """The holders of those of these leases that were not released; StoreError for a damaged
+    lease.
     """
     with ThreadPoolExecutor(READERS) as readers:
         holders = [*readers.map(lambda number: _read(store, _key(run_root, number)), leases)]
@@ -270,8 +278,8 @@ def unreleased(store: Store, run_root: str, leases: list[int]) -> dict[int, Hold
 
 
 def write_off(store: Store, run_root: str, number: int) -> None:
-    """Gives a lease back for a holder that is lost, by the word of a person; UserError where it was
-    given back, or its process lives here.
+    """Releases the lease of a holder that a person declares lost; UserError where it was released
+    already, or its process lives on this machine.
     """
     holder = unreleased(store, run_root, [number]).get(number) if number in numbers(store, run_root) else None
     if holder is None:
@@ -282,9 +290,9 @@ def write_off(store: Store, run_root: str, number: int) -> None:
 
 
 def held_by(store: Store, run_root: str) -> str:
-    """Says who works on a run, by one look: `working`, `held on HOST`, or nothing.
+    """Says which process works on a run, read once: `working`, `held on HOST`, or nothing.
 
-    `held on HOST` is said of another host, and its process may be dead.
+    `held on HOST` is for a holder on another host; its process may be dead.
     """
     leases = numbers(store, run_root)[-1:]
     holder = unreleased(store, run_root, leases).get(leases[0]) if leases else None

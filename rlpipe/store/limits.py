@@ -1,9 +1,9 @@
 """Budgets and stop rules: when a run ends before its last iteration, and why.
 
-Everything is counted from what is committed, so a resume counts what was spent before, and whoever
-asks gets the same answer. What an attempt that died had not committed is not counted. An
-iteration's record carries the counts of the run up to it: to ask costs one read at iteration 1,000
-as at iteration 10. A fork counts its own iterations, not its parent's.
+All counts are of committed results, so a resume counts what was spent before, and every caller gets
+the same answer. Results of an attempt that died before its commit do not count. An iteration's
+record holds the counts of the run up to it: to read them costs one request at iteration 1,000 as at
+iteration 10. A fork counts its own iterations, not its parent's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HOUR_S = 3600.0
 
 
 def gpus_held(config: PipelineConfig, phase: str) -> int:
-    """GPUs a phase ("sft" or "rl") holds while it runs: the trainer's, and during RL the engines'
-    own, which stay up between stages.
+    """The number of GPUs that a phase ("sft" or "rl") holds while it runs: the trainer's, and
+    during RL the engines' own, which stay up between stages.
     """
     trainer = config.trainer.nodes * len(config.trainer.gpu_ids)
     engines = config.engines.nodes * len(config.engines.gpu_ids)
@@ -48,7 +48,7 @@ def spent_on_sft(run: Run, segments: int) -> Metrics:
 
 
 def spent_before(run: Run, iteration: int) -> Metrics:
-    """The totals that the run spent before an RL iteration, by the record of the one before it."""
+    """The totals that the run spent before an RL iteration, by the record of the previous one."""
     previous = own_record(run, iteration - 1)
     if previous is None:
         return spent_on_sft(run, run.sft_result()[1])
@@ -56,9 +56,9 @@ def spent_before(run: Run, iteration: int) -> Metrics:
 
 
 def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
-    """The totals spent once an iteration of these metrics is committed, on `gpus` GPUs.
+    """The totals after an iteration with these metrics, on `gpus` GPUs.
 
-    The evaluation of the policy that RL starts from is not in them.
+    The evaluation of the policy that RL starts from is not included.
     """
     seconds = metrics["time/iteration_s"]
     return {
@@ -69,15 +69,17 @@ def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
 
 
 def best_so_far(previous: IterationRecord | None, iteration: int, reward: float) -> BestReward:
-    """The best mean reward up to an iteration, and where it was.
+    """The best mean reward up to an iteration, and its iteration.
 
-    `previous`: the record before; its equal is no better one.
+    `previous`: the record of the previous iteration. An equal reward is not better.
     """
     return previous.best if previous and previous.best.reward >= reward else BestReward(iteration, reward)
 
 
 class Untrained(NamedTuple):
-    """Iterations of a run, not of its parent, in which no token was trained, of how many."""
+    """The number of a run's own iterations in which no token was trained, and the number of all its
+    own.
+    """
 
     num: int
     of: int
@@ -92,13 +94,15 @@ class Untrained(NamedTuple):
 
 
 def untrained(run: Run, newest: IterationRecord | None) -> Untrained:
-    """By the newest record; those of older versions do not say, and count as trained."""
+    """The count by the newest record; iterations of older versions, which do not say, count as
+    trained.
+    """
     own = newest.iteration - run.fork_at if newest else 0
     return Untrained(int(newest.metrics.get(UNTRAINED, 0)) if newest and own > 0 else 0, max(own, 0))
 
 
 def add_untrained(run: Run, iteration: int, num_tokens: float) -> Metrics:
-    """The count once an iteration that trained so many tokens is committed."""
+    """The count after an iteration that trained `num_tokens` tokens."""
     before = own_record(run, iteration - 1)
     return {UNTRAINED: (before.metrics.get(UNTRAINED, 0) if before else 0) + (not num_tokens)}
 
@@ -113,10 +117,10 @@ def own_record(run: Run, iteration: int) -> IterationRecord | None:
 
 
 def reason_to_stop(run: Run, phase: str, done: int) -> str:
-    """Why a run does not go on after `done` committed segments ("sft") or iterations ("rl"); empty:
-    it does, or is complete.
+    """The reason why a run does not go on after `done` committed segments ("sft") or iterations
+    ("rl"); empty when it goes on, or is complete.
 
-    The same for everybody who asks: it depends on the store and the config only.
+    It depends on the store and the config only, so it is the same for every caller.
     """
     total, unit = (run.num_segments, "SFT segments") if phase == "sft" else (run.config.rl.num_iterations, "iterations")
     if done >= total:
@@ -128,7 +132,7 @@ def reason_to_stop(run: Run, phase: str, done: int) -> str:
 
 
 def over_budget(config: PipelineConfig, spent: Metrics) -> str:
-    """The first budget that is used up, and what to do; empty: none is."""
+    """The first budget that is used up, and what to do; empty when none is."""
     budget = config.budget
     for name, limit, used, unit in (
         ("wall_clock_h", budget.wall_clock_h, spent[SECONDS] / HOUR_S, "h"),
@@ -141,7 +145,9 @@ def over_budget(config: PipelineConfig, spent: Metrics) -> str:
 
 
 def broken_rule(config: PipelineConfig, record: IterationRecord) -> str:
-    """The first stop rule that the newest iteration breaks, and what to do; empty: none."""
+    """The first stop rule that the newest iteration breaks, and what to do; empty when it breaks
+    none.
+    """
     stop, rl, metrics, iteration, best = config.stop, config.rl, record.metrics, record.iteration, record.best
     since = iteration - best.iteration
     stops = rl.on_mismatch == "stop" and rl.mismatch_counts(metrics.get("rollout/num_tokens_stale", 0.0))

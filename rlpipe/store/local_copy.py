@@ -1,5 +1,5 @@
-"""An artifact as a folder of this machine, whole and verified, however it is stored: all of its
-files, or its difference to another one.
+"""An artifact as a folder on this machine, complete and verified, whether it is stored as all of
+its files or as its difference to another one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bases_of(store: Store, ref: ArtifactRef) -> list[ArtifactRef]:
 
 
 def whole_files(store: Store, ref: ArtifactRef) -> dict[str, FileRecord]:
-    """The files that `materialise` gives, by plain name: the same bytes and sha256 however the
+    """The files that `materialise` makes, by plain name: with the same bytes and sha256 however the
     artifact is stored.
     """
     manifest = read_manifest(store, ref.folder, ref.sha256)
@@ -72,8 +72,8 @@ def whole_files(store: Store, ref: ArtifactRef) -> dict[str, FileRecord]:
 
 
 def read_small_file(store: Store, ref: ArtifactRef, name: str) -> bytes:
-    """One small file of an artifact, a JSON or a template, also where it is stored with a base
-    alone; StoreError when there is none.
+    """One small file of an artifact, a JSON or a template, also where only its base stores it;
+    StoreError when there is none.
     """
     manifest = read_manifest(store, ref.folder, ref.sha256)
     delta = read_delta(store, ref.folder, manifest)
@@ -84,8 +84,8 @@ def read_small_file(store: Store, ref: ArtifactRef, name: str) -> bytes:
 
 @contextlib.contextmanager
 def made_once(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which is `target` when the block has ended: whole, or not
-    there. The first process wins.
+    """Yields a new folder beside `target`, which is renamed to `target` after the block: it is
+    there complete or not at all. The first process wins.
     """
     partial = target.with_name(f".{target.name}.{new_attempt()}")
     partial.mkdir(parents=True)
@@ -100,11 +100,11 @@ def made_once(target: Path) -> Iterator[Path]:
 
 
 def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
-    """All files of an artifact under their plain names in a local folder, whole and verified; made
-    once, appears atomically.
+    """All files of an artifact under their plain names in a local folder, complete and verified;
+    made once, appears atomically.
 
-    What is stored as a difference is rebuilt from its base, which is read from the store where
-    `local_dir` does not have it.
+    An artifact that is stored as a difference is rebuilt from its base, which is read from the
+    store where `local_dir` does not have it.
     """
     manifest = read_manifest(store, ref.folder, ref.sha256)
     target = _local_folder(ref, local_dir)
@@ -154,11 +154,11 @@ def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: P
 
 
 def fetch(store: Store, folder: str, records: list[FileRecord], local_dir: Path) -> None:
-    """Puts files under their plain names into a local folder, verified; StoreError naming one that
-    is not what its record says.
+    """Fetches files under their plain names into a local folder, verified; StoreError naming one
+    that does not match its record.
 
-    FILES come at a time, small ones first; each large one in parts, and hashed by a thread of its
-    own.
+    FILES are fetched at a time, small ones first; each large one in parts, and hashed by a thread
+    of its own.
     """
     assert len({record.plain_name for record in records}) == len(records), f"{folder}: two files of one name"
 

@@ -1,5 +1,5 @@
-"""Records of a file that is read once on a machine: decoded into a file there, whose pages its
-processes share, and have in memory where they look at them.
+"""Records of a file that is read once on a machine: decoded into a file there, which the processes
+of the machine map into memory and share. Pages are in memory only where a process reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ DECODED = "decoded.arrow"
 def map_records(store: Store, ref: ArtifactRef, name: str, record: type[Record], folder: Path) -> list[Record]:
     """All records of one Parquet file of an artifact.
 
-    StoreError when there is no such file, or they are others.
-
-    Their arrays are pages of a file in `folder`, which the first process makes. Once all have
-    theirs it may be deleted: its pages stay for as long as an array does.
+    StoreError when there is no such file, or its records are of another type. Their arrays are
+    pages of a file in `folder`, which the first process makes. Once every process has its arrays,
+    the file may be deleted: its pages stay as long as an array does.
     """
     file = read_manifest(store, ref.folder, ref.sha256).file(name)
     target = folder / f"{ref.sha256[:12]}-{name}"

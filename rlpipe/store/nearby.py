@@ -1,7 +1,7 @@
-"""An artifact that the store does not have yet, or that is nearer than the store: on this node's
-disk, on that of the node which made it, or on those of the nodes that fetch it too.
+"""An artifact that the store does not have yet, or that is nearer than the store: on the disk of
+this node, of the node that wrote it, or of the other nodes that fetch it.
 
-Who reads it reads the nearest copy, and the store where there is none any more.
+A reader reads the nearest copy, and the store where there is none any more.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class NodeDisk:
-    """The place where a node has the files that it made: its own folder `disk`, and its server.
+    """The place where a node has the files that it wrote: its own folder `disk`, and its server.
 
-    A file has its key of the store: it is at `disk`/key and at `url`/key. `url` is empty without a
-    server.
+    A file has the same key as in the store: it is at `disk`/key and at `url`/key. `url` is empty
+    without a server.
     """
 
     disk: str
@@ -65,9 +65,9 @@ class Nearby:
 
 
 def nearer(store: Store, nearby: Nearby | None, keys: Mapping[str, str], relay: Relay | None = None) -> Store:
-    """`store`, which reads one artifact from nearby, as far as it is there.
+    """`store`, with one artifact read from nearby as far as it is there.
 
-    `keys`: the bearer keys of its servers, by their URLs, and one that has none is not asked;
+    `keys`: the bearer keys of its servers, by their URLs; a server without a key is not asked.
     `relay`: passes on what is read.
     """
     if relay is not None:
@@ -76,7 +76,7 @@ def nearer(store: Store, nearby: Nearby | None, keys: Mapping[str, str], relay: 
 
 
 class NearStore(Store):
-    """A store of which one artifact's files are read from nearby where they are there."""
+    """A store that reads the files of one artifact from nearby where they are there."""
 
     def __init__(self, store: Store, nearby: Nearby, keys: Mapping[str, str], relay: Relay | None) -> None:
         self.local, self.url = store.local, store.url
@@ -85,9 +85,11 @@ class NearStore(Store):
         self.objects = cast("Objects", self._near)
 
     def get_file(self, key: str, target: Path) -> FileContent:
-        """A file of this node's disk gets `target` as another name, unread: the process that wrote
-        it has hashed it, and the upload does again before anything that is made of it is committed.
-        What comes over the network is hashed, and comes from the store where it is damaged.
+        """Gets a file from the nearest place.
+
+        A file on this node's disk is linked to `target`, unread: the process that wrote it has
+        hashed it, and the upload hashes it again before anything made from it is committed. A file
+        from the network is hashed, and read from the store where it is damaged.
         """
         record = self._near.records.get(key)
         if record is None:
@@ -108,20 +110,20 @@ class NearStore(Store):
         return content
 
     def _get(self, key: str, size: int, target: Path) -> FileContent:
-        """From the servers, or the store; what has landed is passed on."""
+        """Reads a file from the servers, or the store; its parts are passed on as they arrive."""
         order, own = self._near.order(size)
         if self._relay is None:
             return self._get_parts(key, size, target, order)
-        target.unlink(missing_ok=True)  # of a damaged one parts may still be on their way to others
+        target.unlink(missing_ok=True)  # parts of a damaged file may still be sent to others
         target.touch()
         with self._relay.landing(key, target, own) as landed:
             return self._get_parts(key, size, target, order, landed)
 
 
 class NearObjects:
-    """Reads of the files of one artifact; all else is the store's own.
+    """Reads of the files of one artifact; other files are read from the store.
 
-    `own_url`: of this node among the peers.
+    `own_url`: the URL of this node among the peers.
     """
 
     def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
@@ -162,8 +164,8 @@ class NearObjects:
         )
 
     def order(self, size: int) -> tuple[list[int], list[int]]:
-        """The starts of a file's parts as this node begins them, and of those that it is to get
-        before other nodes.
+        """The starts of a file's parts in the order in which this node begins them, and the starts
+        of those that it gets before other nodes.
         """
         starts, num_nodes = range(0, size, PART_BYTES), len(self._peers)
         if self._own_url not in self._peers:
@@ -174,8 +176,8 @@ class NearObjects:
         ]
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """From the node that gets this part first, where that is another one, else from the nearest
-        copy.
+        """Copies a part from the node that gets it first, where that is another node, else from the
+        nearest copy.
         """
         peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
         asks = peer != self._own_url and peer not in self._peers_left and self._place(key) not in self._left
@@ -194,7 +196,7 @@ class NearObjects:
         )
 
     def on_disk(self, key: str) -> Path | None:
-        """A file of this node's disk, if it is there whole."""
+        """The path of a file on this node's disk, if it is there with its full size."""
         place = self._place(key)
         path = Path(place.disk) / key
         try:
@@ -204,8 +206,8 @@ class NearObjects:
         return path if is_there else None
 
     def leave(self, key: str, why: str) -> bool:
-        """From here on the files of the node that made this one are read from the store alone;
-        False when they were before.
+        """Reads from here on the files of the node that wrote this one from the store alone; False
+        when that was so before.
         """
         place = self._place(key)
         if place in self._left:
@@ -223,7 +225,7 @@ class NearObjects:
     def _nearest(self, key: str, read: Callable[[Objects], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
         """Returns the answer of the nearest place that has the key.
 
-        The places are, in order: this node's disk, the server of the node that made the file, the
+        The places are, in order: this node's disk, the server of the node that wrote the file, the
         store.
         """
         if key not in self.records:

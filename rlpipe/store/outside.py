@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SCHEME = "s3://"
 FETCHED = ".fetched.json"  # beside files that were fetched: name -> the sha256 that each had then
-_verified: set[Path] = set()  # folders whose files have these hashes, looked at once a process
+_verified: set[Path] = set()  # folders whose files have these hashes, checked once a process
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class OutsideFile:
         return OutsideReader(self)
 
     def parts(self, start: int) -> Iterator[Part]:
-        """The bytes from `start` on, in order, several parts being read ahead; StoreError when it
-        ends before its size.
+        """The bytes from `start` on, in order, with several parts read ahead; StoreError when the
+        object ends before its size.
         """
 
         def whole(first: int, last: int) -> Part:
@@ -66,9 +66,9 @@ class OutsideFile:
 
 
 class OutsideReader(io.BufferedReader):
-    """An object as a file: what is read of it is asked for, and no more.
+    """An object as a file: only the ranges that are read are requested.
 
-    `fault`: the OSError that ended a read, whoever wrapped it.
+    `fault`: the OSError that ended a read, even if another error was raised from it.
     """
 
     def __init__(self, file: OutsideFile) -> None:
@@ -119,7 +119,7 @@ def is_outside(name: str) -> bool:
 def outside_files(field: str, url: str) -> list[OutsideFile]:
     """The object that an s3:// URL names, or all below it, by name; empty when there is none.
 
-    UserError, which names the field, for what is no such URL, and for a bucket that cannot be read.
+    UserError, which names the field, when the URL is not valid, or the bucket cannot be read.
     """
     from rlpipe.store.s3 import Bucket  # it takes 0.3 s
 
@@ -159,18 +159,20 @@ def files_text(files: Sequence[OutsideFile]) -> str:
 
 
 def fetched_folder(url: str, files: Sequence[OutsideFile], below: Path) -> Path:
-    """The folder in which `fetch_files` puts these files: one for their names, sizes and tags."""
+    """The folder in which `fetch_files` puts these files: it follows from their names, sizes and
+    tags.
+    """
     digest = sha256_of([[file.name, file.bytes, file.tag] for file in files])
     return below / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest[:12]}"
 
 
 def fetch_files(field: str, url: str, files: Sequence[OutsideFile], below: Path) -> Path:
-    """The files of a folder on S3, none of them in a folder of its own, in a local one below
-    `below`; its path.
+    """Fetches the files of a folder on S3, none of them in a subfolder, into a local folder below
+    `below`; returns its path.
 
-    What is there already, whole and with the sha256 that it was fetched with, is not fetched again;
-    of a file that was cut short, the rest is. One process fetches, others wait. UserError when the
-    disk has not the room.
+    A file that is there already, complete and with the sha256 that it was fetched with, is not
+    fetched again; a partial file is completed. One process fetches, others wait. UserError when the
+    disk has not enough room.
     """
     folder = fetched_folder(url, files, below)
     assert all("/" not in file.name for file in files), f"{url}: a file in a folder of its own"
@@ -200,7 +202,7 @@ def fetch_files(field: str, url: str, files: Sequence[OutsideFile], below: Path)
 def _hashes(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads((folder / FETCHED).read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or cut short: then they are fetched again
+    except (OSError, ValueError, TypeError):  # no such document yet, or a cut one: the files are fetched again
         return {}
 
 
@@ -218,7 +220,7 @@ def _partial_bytes(folder: Path, file: OutsideFile) -> int:
 
 
 def _fetch(folder: Path, file: OutsideFile, bar: tqdm[Any]) -> str:
-    """Fetches what is missing of a file, which appears whole; its sha256."""
+    """Fetches the missing part of a file, which appears complete; returns its sha256."""
     partial, start = _partial(folder, file), _partial_bytes(folder, file)
     with partial.open("r+b" if start else "wb") as target:
         target.seek(start)

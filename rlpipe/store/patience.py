@@ -1,9 +1,9 @@
-"""Retries of a call of a store on a server.
+"""Retries of a store's calls to a server.
 
-The call is tried again for minutes where a process works for a run, for seconds where a person
-waits for an answer. A fault that passes by itself (5xx, throttling, a reset, a refused connection,
-no answer) is tried again, whatever call it was; one that another try would meet again (no such
-bucket, wrong keys) is not. One line says that the process waits, one that the wait is over.
+A call is tried again for minutes in a process that works for a run, for seconds where a person
+waits for an answer. A fault that may pass (5xx, throttling, a reset, a refused connection, no
+answer) is tried again, whatever call it was; a fault that every try would meet (no such bucket,
+wrong keys) is not. One log line says that the process waits, one that the wait is over.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 log = logging.getLogger(__name__)
-WORK_S = 300.0  # after the first fault of a call, of a process that works for a run
-FIRST_S = 8.0  # of any other: a server that is down is named
-# between two tries, doubled each time; half of it is chance, so that many do not come back at once
+WORK_S = 300.0  # after the first fault of a call, in a process that works for a run
+FIRST_S = 8.0  # in any other process: then the error names the server that is down
+# between two tries, doubled each time; half of it is random, so that many do not retry at once
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.3, 8.0
-SAID_AFTER_S = 3.0  # shorter faults are nobody's business
+SAID_AFTER_S = 3.0  # shorter faults are not logged
 # answers of a server, or of what stands before it
 PASSING_STATUSES = {408, 429, 500, 502, 503, 504, 509, *range(520, 531)}
-LOOK_S = 0.2  # how soon one that waits sees that the work has ended
+LOOK_S = 0.2  # how soon a waiting call sees that the work has ended
 
 Answer = TypeVar("Answer")
 
 
 class Passing(OSError):
-    """A fault that another try may not have."""
+    """Raised for a fault that another try may not have."""
 
 
 class Away(OSError):
-    """A server was asked for as long as it is worth: asking again at once changes nothing.
+    """Raised when the tries of a call are used up: another one at once would change nothing.
 
     Its text names the first fault.
     """
 
 
 class Errand:
-    """A reason to be patient; `end` takes it away, also from those who wait then."""
+    """A reason for long waits; `end` removes it, also for calls that wait at that time."""
 
     def end(self) -> None:
         _works.discard(self)
@@ -57,7 +57,9 @@ _hurries: ContextVar[bool] = ContextVar("hurries", default=False)
 
 @contextlib.contextmanager
 def working() -> Iterator[Errand]:
-    """In the body this process works for a run: it waits for a server for WORK_S."""
+    """Marks this process as working for a run within the body: calls wait for a server for
+    WORK_S.
+    """
     work = Errand()
     _works.add(work)
     try:
@@ -68,8 +70,8 @@ def working() -> Iterator[Errand]:
 
 @contextlib.contextmanager
 def hurrying() -> Iterator[None]:
-    """The calls of the body give up after FIRST_S whatever this process does: of a heartbeat, which
-    is worth nothing when it is late.
+    """Limits the waits of the calls in the body to FIRST_S, even in a process that works for a run:
+    for a heartbeat, which is useless when it is late.
     """
     token = _hurries.set(True)
     try:
@@ -79,7 +81,7 @@ def hurrying() -> Iterator[None]:
 
 
 def is_hurried() -> bool:
-    """True when the caller is to end soon: in `hurrying`, or in a cancelled asyncio task."""
+    """True when the caller should end soon: in `hurrying`, or in a cancelled asyncio task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop in this thread
@@ -88,9 +90,11 @@ def is_hurried() -> bool:
 
 
 class Wait:
-    """The tries of one call after its first fault, for `bound_s` at most, which may change
-    meanwhile. Of all that wait for one `server` at once one line says that they do, and one that it
-    is over.
+    """The tries of one call after its first fault, for at most `bound_s`, which may change
+    meanwhile.
+
+    All calls that wait for one `server` at the same time log one line when they wait, and one when
+    it is over.
     """
 
     # how many wait for a server, of those that have lasted
@@ -102,7 +106,7 @@ class Wait:
 
     @property
     def lasted_s(self) -> float:
-        """Since the first fault: it may have taken minutes to be noticed."""
+        """Seconds since the first fault, which may have taken minutes to be noticed."""
         return time.monotonic() - self._since
 
     def is_over(self) -> bool:
@@ -120,7 +124,7 @@ class Wait:
         return pause_s * random.uniform(0.5, 1.0)
 
     def given_up(self) -> str:
-        """The text of the fault of a call that nobody answered."""
+        """The text of the error for a call that got no answer."""
         self._is_answered = False
         return f"{self._fault} (the first fault of {self.lasted_s:.0f} s of tries)"
 
@@ -137,7 +141,7 @@ class Wait:
 
 
 def persistently(address: str, ask: Callable[[], Answer]) -> Answer:
-    """Returns `ask()`, asked again while it raises Passing.
+    """Returns `ask()`, called again while it raises Passing.
 
     Away, with the first fault, when the time is up or the work has ended.
     """
@@ -158,7 +162,7 @@ def _bound_s() -> float:
 
 
 def _pause(wait: Wait) -> None:
-    """Until the next try; less when the bound changes before: the work has ended."""
+    """Sleeps until the next try; less when the bound changes before, because the work has ended."""
     end, bound_s = time.monotonic() + wait.next_pause_s(), wait.bound_s()
     while (left := end - time.monotonic()) > 0 and wait.bound_s() == bound_s:
         time.sleep(min(left, LOOK_S))

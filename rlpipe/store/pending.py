@@ -1,6 +1,6 @@
-"""Artifacts and records that a process has made and not committed yet.
+"""Artifacts and records that a process has published but not committed yet.
 
-Its run answers with them as if they were committed.
+Its run reads them as if they were committed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlpipe.base.references import ArtifactRef
 
 @dataclass(frozen=True)
 class Pending:
-    """Artifacts and records that this process has made and is about to commit.
+    """Artifacts and records that this process has published and is about to commit.
 
     `artifacts`: by their folders; `records`: of iterations, by their keys.
     """

@@ -1,7 +1,7 @@
-"""`pruned.json`: that the files of an artifact were deleted, or are about to be, and how they are
-made again. And the deleting itself.
+"""`pruned.json`, the record that the files of an artifact were deleted, or are about to be, and how
+they are made again; and their deletion.
 
-When that is done, and why it is safe: rlpipe/store/retention.py.
+When files are pruned, and why that is safe: rlpipe/store/retention.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from rlpipe.store.run import Run
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files
 POLL_S = 1.0
-# small documents by which who makes the others again knows how they were stored
+# small documents that say how the other files were stored, needed to make them again
 STAY = (DELTA, BASE)
 
 
 @dataclass(frozen=True)
 class PruneRecord:
-    """The content of `pruned.json`: what is gone, who deletes it, and how it is made again."""
+    """The content of `pruned.json`: the files that are gone, the process that deletes them, and the
+    way to make them again.
+    """
 
     run: str
     iteration: int
@@ -49,9 +51,9 @@ class PruneRecord:
     host: str
     pid: int
     began_at: str
-    finished: bool = False  # no file is left, and nobody deletes any more
+    finished: bool = False  # no file is left, and no process deletes any more
     schema_version: Literal[1] = 1  # of another, the document is refused
-    lease: StrictInt | None = None  # of who began it; older documents have none
+    lease: StrictInt | None = None  # of the process that began it; older documents have none
 
 
 def is_prunable(folder: str) -> bool:
@@ -64,28 +66,28 @@ def read_pruned(store: Store, folder: str) -> PruneRecord | None:
     try:
         return read_document(store, f"{folder}/{PRUNED}", PruneRecord)
     except StoreError:
-        if not is_pruned(store, folder):  # it was never there, or has just gone
+        if not is_pruned(store, folder):  # it never existed, or was just deleted
             return None
-    return read_document(store, f"{folder}/{PRUNED}", PruneRecord)  # damaged, or it has just come
+    return read_document(store, f"{folder}/{PRUNED}", PruneRecord)  # damaged, or just written
 
 
 def pruned_folders(run: Run) -> set[str]:
     """The folders of all artifacts without their files, of a run and of those that it was forked
-    from. A listing each.
+    from. One listing each.
     """
     own = {key.removesuffix(f"/{PRUNED}") for key in run.store.list(f"{run.root}/rl") if key.endswith(f"/{PRUNED}")}
     return own | (pruned_folders(run.parent) if run.parent else set())
 
 
 def delete(store: Store, key: str) -> None:
-    """Deletes a key that may be gone already."""
+    """Deletes a key; one that is gone already is no error."""
     with contextlib.suppress(FileNotFoundError):
         store.delete(key)
 
 
 def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threading.Event | None = None) -> None:
-    """Deletes what is left of the files of an artifact whose pruning began, by who holds the run
-    that it belongs to; TakenOver.
+    """Deletes the rest of the files of an artifact whose pruning began, under the lease of its run;
+    TakenOver.
     """
     record = read_pruned(store, folder)
     if record is None or record.finished:
@@ -102,8 +104,8 @@ def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threa
 def delete_fenced(store: Store, key: str, record: PruneRecord, folder: str, held: Lease | None) -> None:
     """Deletes a file of an artifact that is being pruned, or its pruned.json.
 
-    Where the run turns out to have been taken over meanwhile, the deletion came late, maybe to what
-    others have restored or pruned since: then pruned.json says again that files may be missing;
+    If the run was taken over meanwhile, the deletion came late, and others may have restored or
+    pruned the file since: then pruned.json is written again, to say that files may be missing;
     TakenOver.
     """
     with fenced(held):
@@ -117,10 +119,10 @@ def delete_fenced(store: Store, key: str, record: PruneRecord, folder: str, held
 
 
 def wait_until_pruned(store: Store, folder: str) -> bool:
-    """Waits until nobody deletes files of an artifact any more; True when they are gone.
+    """Waits until no process deletes files of an artifact any more; True when the files are gone,
+    False when the artifact has all of them.
 
-    False when the artifact has all its files. Finishes what a process began that died. StoreError
-    after WAIT_S.
+    Finishes the pruning of a process that died. StoreError after WAIT_S.
     """
     deadline, root = time.monotonic() + WAIT_S, "/".join(folder.split("/")[:2])
     while (record := read_pruned(store, folder)) is not None and not record.finished:

@@ -1,8 +1,8 @@
-"""Relay of an artifact between the nodes that fetch it at once.
+"""Relay of an artifact between the nodes that fetch it at the same time.
 
-Each node gets its own parts from where they were made, and the rest from the other nodes. So every
-cable carries about one copy, however many nodes there are. Nobody waits in a circle: a node waits
-for another only where that one gets the part from no other node.
+Each node gets its own parts from the node that wrote them, and the rest from the other nodes, so
+each cable carries about one copy, however many nodes there are. Nodes never wait in a circle: a
+node waits for another one only for parts that the other gets from no peer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def owner_of(start: int, num_nodes: int) -> int:
 def order_of_parts(size: int, place: int, num_nodes: int) -> list[int]:
     """The starts of a file's parts in the order in which the node at `place` begins them.
 
-    Its own come one round before the others need them; of each round it asks the next node first,
-    so that no two ask the same one.
+    It begins its own parts one round before the others need them; within a round it asks the next
+    node first, so that no two nodes ask the same one.
     """
     starts = range(0, size, PART_BYTES)
     rounds = [starts[first : first + num_nodes] for first in range(0, len(starts), num_nodes)]
@@ -54,7 +54,7 @@ def order_of_parts(size: int, place: int, num_nodes: int) -> list[int]:
 @dataclass(frozen=True)
 class RelayedFile:
     """A file on this disk, and its parts by their start: those that are there, and those that this
-    node is to get first.
+    node gets first.
     """
 
     path: Path
@@ -71,8 +71,8 @@ class RelayedFile:
 class Relay:
     """The files of the newest artifact that this node fetches, for the other nodes.
 
-    `folder`: where they have a name of their own, whatever becomes of the first; `url`: of this
-    node's server of them.
+    `folder`: holds a second link of each file, which stays when the first is removed; `url`: the
+    server of this node for them.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -82,14 +82,14 @@ class Relay:
         self._failed: set[str] = set()
 
     def clear(self) -> None:
-        """Nothing is passed on any more."""
+        """Stops passing on all files."""
         for key in [*self._files]:
             self._drop(key)
         self._failed.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def has(self, key: str, path: Path) -> None:
-        """A whole file."""
+        """Adds a complete file."""
         file = self._named(key, path)
         for start in range(0, path.stat().st_size, PART_BYTES):
             file.landed(start)
@@ -97,10 +97,10 @@ class Relay:
 
     @contextlib.contextmanager
     def landing(self, key: str, path: Path, own: list[int]) -> Iterator[Callable[[int], None]]:
-        """A file that comes, part by part, while the body runs: it is given what to call with the
-        start of each. Not passed on when that fails.
+        """Adds a file that arrives part by part within the body, which gets a function to call with
+        the start of each part. Not passed on when the body fails.
 
-        `own`: the starts of those for which others may wait.
+        `own`: the starts of the parts for which other nodes may wait.
         """
         file = self._named(key, path)
         file.parts.update({start: Future() for start in own})
@@ -111,8 +111,9 @@ class Relay:
             undo.pop_all()
 
     async def part(self, key: str, start: int) -> Path | None:
-        """The file in which the part at `start` is; None where it is
-        not here and will not be soon."""
+        """The file with the part at `start`; None where it is not on this node and will not be
+        soon.
+        """
         deadline = time.monotonic() + WAIT_S
         while (file := self._files.get(key)) is None:
             if key in self._failed or time.monotonic() > deadline:
@@ -132,7 +133,7 @@ class Relay:
         try:
             os.link(path, named)
         except OSError:
-            # on a file system without second names the file is here for as long as it has the first
+            # without hard links the file is here for as long as it has its first name
             named = path
         return RelayedFile(named)
 

@@ -1,5 +1,5 @@
-"""Reading objects of a server through obstore (object_store of Rust), whose transfers run beside
-the interpreter: of S3, and of another node.
+"""Reads of objects from a server through obstore (object_store of Rust): from S3, and from another
+node. Its transfers run in threads of its own, beside the interpreter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _used_by: int | None = None  # the process in which the threads of obstore run
 
 
 def check_process(address: str) -> None:
-    """OSError in a process that was forked after obstore was used: it has none of its threads, and
-    would wait for ever.
+    """OSError in a process that was forked after obstore was used: obstore's threads do not exist
+    there, and a call would wait for ever.
     """
     global _used_by
     if _used_by not in (None, os.getpid()):
@@ -52,18 +52,18 @@ def check_process(address: str) -> None:
 class RemoteObjects(ABC):
     """Objects that are read in parts.
 
-    Every fault is an OSError, FileNotFoundError for an object that is not there.
+    Every error is an OSError, FileNotFoundError for an object that does not exist.
     """
 
     parts_at_once = PARTS
 
     @abstractmethod
     def _path(self, key: str) -> str:
-        """The path of a key below what the client is for."""
+        """The path of a key below the client's prefix."""
 
     @abstractmethod
     def _address(self, key: str) -> str:
-        """As a person finds it."""
+        """The address of a key for a person."""
 
     @abstractmethod
     def _reader(self) -> S3Store | HTTPStore:
@@ -79,7 +79,7 @@ class RemoteObjects(ABC):
         return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, size, PARTS)) if data is None else data
 
     def read_part(self, key: str, start: int, end: int) -> memoryview:
-        """Fewer bytes when the object ends before."""
+        """The bytes `start` to `end` of an object; fewer when it ends before."""
         try:
             return self._ask(
                 key, lambda: memoryview(obstore.get_range(self._reader(), self._path(key), start=start, end=end))
@@ -90,9 +90,9 @@ class RemoteObjects(ABC):
             raise
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
-        """Writes a part to the same place of an open file, as it comes.
+        """Writes a part to the same place of an open file, as it arrives.
 
-        Where it ended, which is before `end` when the object does.
+        Returns the position where it ended, which is before `end` when the object is shorter.
         """
 
         def ask() -> int:
@@ -104,7 +104,7 @@ class RemoteObjects(ABC):
         return self._ask(key, ask)
 
     def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
-        """Returns the answer of a call of obstore: every call is made here.
+        """Returns the answer of a call of obstore; every call is made here.
 
         Passing for a fault that another try may not have.
         """
@@ -113,7 +113,7 @@ class RemoteObjects(ABC):
 
     @contextlib.contextmanager
     def _faults(self, key: str) -> Iterator[None]:
-        """obstore's errors as OSErrors with a short text that names the object."""
+        """Turns obstore's errors into OSErrors with a short text that names the object."""
         try:
             yield
         except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
@@ -123,9 +123,9 @@ class RemoteObjects(ABC):
 
 
 def _as_oserror(error: Exception, address: str) -> OSError:
-    """The same fault.
+    """The same fault as an OSError.
 
-    Its kind is that of the server's answer, which is only in the text when it was to a listing.
+    Its kind follows from the server's answer; for a listing, obstore gives that in the text only.
     """
     text, _, debug = str(error).partition("\n\nDebug source")
     status = re.search(r"status code: (\d{3})", text)

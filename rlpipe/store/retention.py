@@ -7,21 +7,21 @@ weight version 0) and the stored batches, which are always kept (rlpipe/stored/r
 policies and states of phase `rl` are pruned, by the process that holds the run's lease, beside its
 work; SFT and what a run starts from stay. A forked run prunes its own iterations only.
 
-How it is safe. `pruned.json` stands beside the manifest from before the first file is deleted until
+Why it is safe. `pruned.json` exists beside the manifest from before the first file is deleted until
 every file is back; in it, `finished` says that no file is left and that nobody deletes any more. A
 file may be missing only beside it.
 
 - A fork begins while its parent prunes. The fork writes its run.json, then looks for pruned.json.
-  The parent writes pruned.json, then looks for forks, and takes pruned.json back when it sees one.
-  Whoever came second saw the other: the policy stays, or the fork waits until the pruning is
-  `finished` and makes it again. Whoever looks once run.json is there leaves the policy alone.
+  The parent writes pruned.json, then looks for forks, and deletes pruned.json when it sees one. The
+  second of the two sees the other: the policy stays, or the fork waits until the pruning is
+  `finished` and makes it again. Prunings that begin once run.json exists leave the policy alone.
 - Killed before the first deletion, between two, or before `finished`: the next holder of the run
   finishes it when its session begins; a fork that waits does it itself when nobody holds the run,
   under the run's lease. Also for a version that forks share: they make it again.
-- Killed while a policy is made again: some files are back, under pruned.json, others are not. Who
-  wants it makes it again, and puts the same bytes.
-- Two make the same one: both replay, and put the same bytes under the same keys, each file as a
-  whole. The second finds no pruned.json to take away.
+- Killed while a policy is made again: some files are restored, beside pruned.json, others are not.
+  The next process that needs the policy makes it again, and writes the same bytes.
+- Two processes make the same policy: both replay, and write the same bytes under the same keys,
+  each file as a whole. The second finds no pruned.json to delete.
 - A holder that was taken for dead and wakes up: it looks at its lease before each deletion, so one
   at most comes late. It looks once more after each, and where it was superseded writes pruned.json
   again, as `finished`: the file that it deleted may have been made again since, and is known as
@@ -56,13 +56,13 @@ from rlpipe.store.run_record import ForkRecord, RunRecord, record_key
 
 log = logging.getLogger(__name__)
 PLACE = re.compile(r"(\d{5,6})/(?:(iteration)\.json|(policy|state)/(manifest|pruned)\.json)")
-CLOSE_S = 60.0  # for what is being deleted when a session ends
+CLOSE_S = 60.0  # for deletions in progress when a session ends
 READERS = 16  # of pruned.json, at the same time
 
 
 def kept_versions(checkpoint: CheckpointConfig, newest: int, pinned: Collection[int]) -> set[int]:
-    """The weight versions of 1 to `newest` whose policies stay: the newest, those at equal
-    distances, and what is `pinned`.
+    """The weight versions of 1 to `newest` whose policies are kept: the newest, those at equal
+    distances, and the `pinned` ones.
     """
     last, every = checkpoint.keep_policies_last, checkpoint.keep_policies_every
     recent = range(newest - last + 1 if last else 1, newest + 1)
@@ -71,7 +71,8 @@ def kept_versions(checkpoint: CheckpointConfig, newest: int, pinned: Collection[
 
 
 def kept_states(checkpoint: CheckpointConfig, states: Collection[int], pinned: Collection[int]) -> set[int]:
-    """The iterations whose training states stay: the newest `keep_states` (0: all), and `pinned`.
+    """The iterations whose training states are kept: the newest `keep_states` (0: all), and the
+    `pinned` ones.
 
     `states`: the iterations that have a training state.
     """
@@ -80,7 +81,7 @@ def kept_states(checkpoint: CheckpointConfig, states: Collection[int], pinned: C
 
 
 class Pins(NamedTuple):
-    """Iterations of a run whose policies, and whose states, its forks begin from."""
+    """The iterations of a run from whose policies, and from whose states, forks begin."""
 
     policies: set[int]
     states: set[int]
@@ -89,7 +90,7 @@ class Pins(NamedTuple):
 class Forks:
     """The forks in a store.
 
-    What a run was forked from never changes, so each run.json is read once.
+    The fork point of a run never changes, so each run.json is read once.
     """
 
     def __init__(self, store: Store) -> None:
@@ -99,9 +100,9 @@ class Forks:
         self._states: dict[tuple[str, int], int] = {}
 
     def pins(self, run: str) -> Pins:
-        """By what is in the store now.
+        """The pins of a run by the present store.
 
-        StoreError when a run.json cannot be read: nobody knows then what must stay.
+        StoreError when a run.json cannot be read: then it is unknown what must be kept.
         """
         for name in self._store.folders("runs"):
             if name not in self._records and is_run_name(name) and self._store.exists(record_key(name)):
@@ -133,14 +134,14 @@ class Forks:
 
 
 def _newest_shared(fork: ForkRecord) -> int:
-    """The newest iteration that is wholly the parent's; -1: none is."""
+    """The newest iteration that is wholly the parent's; -1 when none is."""
     return fork.at - 1 if fork.redo else fork.at
 
 
 class Retention:
     """Prunes one run, in a thread of its own, for as long as the caller holds the run.
 
-    What fails is tried again after the next commit.
+    A pruning that fails is tried again after the next commit.
     """
 
     def __init__(self, run: Run) -> None:
@@ -156,8 +157,8 @@ class Retention:
         self._passes: list[Future[None]] = []
 
     def begin(self) -> None:
-        """Looks at the whole run, by one listing; then finishes what a kill interrupted, in the
-        background.
+        """Reads the state of the whole run by one listing; then finishes, in the background, what a
+        killed process began.
         """
         begun = self._look()
 
@@ -168,14 +169,15 @@ class Retention:
         self._submit(work)
 
     def prune(self) -> None:
-        """Prunes what is too much, in the background.
+        """Prunes surplus policies and states in the background.
 
-        Not for who only reads the run: its config may be the one that it began with.
+        Not for a session that only reads the run: its config may be the one that the run began
+        with.
         """
         self._submit(self._prune_all)
 
     def committed(self, record: IterationRecord) -> None:
-        """An iteration was committed: what is too much now is pruned in the background."""
+        """Prunes in the background what is surplus once this iteration is committed."""
 
         def work() -> None:
             self._add(record)
@@ -184,9 +186,7 @@ class Retention:
         self._submit(work)
 
     def close(self) -> None:
-        """Returns when all that is too much was pruned, or after CLOSE_S: the next start does the
-        rest.
-        """
+        """Returns when all surplus was pruned, or after CLOSE_S: the next start prunes the rest."""
         done, _ = wait(self._passes, timeout=CLOSE_S)
         self._stopped.set()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -207,7 +207,9 @@ class Retention:
         self._passes.append(self._worker.submit(attempt))
 
     def _look(self) -> list[str]:
-        """Notes what has its files; returns the folders of what was pruned, or began to be."""
+        """Records which artifacts have their files; returns the folders of those that were pruned,
+        or whose pruning began.
+        """
         begun: list[str] = []
         root = f"{self._run.root}/rl"
         places = filter(None, (PLACE.fullmatch(key.removeprefix(f"{root}/")) for key in self._run.store.list(root)))
@@ -242,14 +244,14 @@ class Retention:
                 iterations.add(record.iteration)
 
     def _prune_all(self) -> None:
-        self._finish()  # what failed before, also where a fork begins from it by now, and waits
+        self._finish()  # what failed before, also where a fork that begins from it waits for it
         for stage in self._files:
-            if self._surplus(stage, Pins(set(), set())):  # else nobody need look for forks
+            if self._surplus(stage, Pins(set(), set())):  # else forks need not be read
                 for iteration in sorted(self._surplus(stage, self._forks.pins(self._run.name))):
                     self._prune_one(stage, iteration)
 
     def _surplus(self, stage: str, pins: Pins) -> set[int]:
-        """The committed iterations whose policies, or states, are too many."""
+        """The committed iterations whose policies, or states, are surplus."""
         checkpoint, committed = self._run.config.checkpoint, {at for at in self._files[stage] if at <= self._newest}
         if stage == "state":
             return committed - kept_states(checkpoint, committed, pins.states)
@@ -261,7 +263,7 @@ class Retention:
         )
 
     def _with_bases(self, iterations: set[int]) -> set[int]:
-        """These, and those of which their policies are stored as differences."""
+        """These iterations, and those that hold the bases of their policies' differences."""
         whole = set(iterations)
         for iteration in iterations:
             while self._is_delta(iteration):
@@ -278,8 +280,8 @@ class Retention:
         return self._deltas[iteration]
 
     def _versions_of_use(self) -> set[int]:
-        """The version that had the best mean reward, and the one that the run ends with by its
-        config, which is registered.
+        """The version with the best mean reward, and the one that the run ends with by its config,
+        which is registered.
         """
         best = self._run.record(self._newest).best.iteration
         return {self._run.sampled_by(best), self._run.config.rl.num_iterations}

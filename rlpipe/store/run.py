@@ -1,9 +1,9 @@
-"""A run in the store: `run.json`, where each artifact lives, and how far the run has come.
+"""A run in the store: `run.json`, the places of its artifacts, and its progress.
 
 A run is a prefix of immutable artifacts. A fork shares its parent's prefix by reference: iterations
 0..at are looked up there. A fork that redoes a stage of iteration `at` shares 0..at-1, and of `at`
-itself what comes before that stage. One at AT_SFT shares the base model and SFT, and evaluates
-weight version 0 itself.
+itself the stages before that one. One at AT_SFT shares the base model and SFT, and evaluates weight
+version 0 itself.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
 
 class OtherSettings(UserError):
-    """A run of this name was created to compute something else; the
-    message says what can be done."""
+    """Raised when the run of this name was created to compute something else; the message says what
+    can be done.
+    """
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a store, with the config it is worked on with now.
+    """One run of a store, with the config that is used for it now.
 
-    What is `pending` it answers like what is committed. `lease`: of who holds it.
+    Artifacts that are `pending` are read as if they were committed. `lease`: of its holder.
     """
 
     store: Store
@@ -58,8 +59,8 @@ class Run:
         return f"runs/{self.name}"
 
     def owner(self, phase: str, iteration: int, stage: str = "") -> Run:
-        """The run that computed a stage of this iteration: this one, or the ancestor it was forked
-        from.
+        """The run that computed a stage of this iteration: this one, or the ancestor that it was
+        forked from.
 
         Without a stage: the run that trained the iteration and committed it.
         """
@@ -77,12 +78,12 @@ class Run:
         return iteration <= self.fork_at or redone_from
 
     def redoes(self, iteration: int) -> bool:
-        """True when this iteration is redone from what the parent stored of it."""
+        """True when this iteration is redone from the parent's stored artifacts."""
         return bool(self.redo) and iteration == self.fork_at + 1
 
     def sampled_by(self, iteration: int) -> int:
-        """The weight version that samples an iteration, by the run that does: a redone one was
-        sampled by the parent.
+        """The weight version that samples an iteration, by the run that samples it: for a redo, the
+        parent.
         """
         return self.owner("rl", iteration, "rollouts").config.rl.sampled_by(iteration)
 
@@ -104,7 +105,7 @@ class Run:
         return self.pending.artifacts.get(folder) or read_artifact(self.store, folder)
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
-        """The manifest of an artifact; StoreError when it is missing, or is another one."""
+        """The manifest of an artifact; StoreError when it is missing, or another one."""
         pending = self.pending.artifacts.get(ref.folder)
         return pending[1] if pending and pending[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
 
@@ -172,7 +173,7 @@ class Run:
     def lost_iterations(self) -> list[int]:
         """The iterations that are not committed though later ones are.
 
-        A commit is the last thing of an iteration, so somebody lost them.
+        Iterations are committed in order, so the records of these were lost afterwards.
         """
         own = self.own_iterations()
         return sorted(set(range(self.fork_at + 1, own[-1] if own else 0)).difference(own))
@@ -184,13 +185,13 @@ class Run:
 
     @property
     def num_segments(self) -> int:
-        """SFT segments that are planned; out of patience, fewer are trained."""
+        """The number of planned SFT segments; fewer are trained when `sft.patience` ends SFT."""
         sft = self.config.sft
         return -(-sft.num_steps // sft.segment_steps)
 
     @property
     def sft_complete(self) -> bool:
-        """True when no segment is missing; where they are validated, when one of them is chosen."""
+        """True when no segment is missing, and, with validation, one of them is chosen."""
         if self.config.sft.validated:
             return self.artifact("data", 0, "selection") is not None
         return self.num_committed("sft", self.num_segments) == self.num_segments
@@ -202,18 +203,22 @@ class Run:
 
     @property
     def has_reference(self) -> bool:
-        """True when the reference of the KL is committed, or is no model of its own."""
+        """True when the reference of the KL term is committed, or is not a model of its own."""
         return not self.config.rl.reference or self.artifact("base", 0, "reference") is not None
 
     @property
     def has_base(self) -> bool:
-        """True when tokenizer and base model are committed, and a copied base model's probe."""
+        """True when tokenizer and base model are committed, and, for a copied base model, its
+        probe.
+        """
         last = "probe" if self.config.model.path else "policy"
         return self.artifact("base", 0, last) is not None
 
     @property
     def forked_from(self) -> str:
-        """Names what a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of 5`."""
+        """Text on what a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of
+        5`.
+        """
         assert self.parent is not None, "only of a fork"
         at = "sft" if self.fork_at < 0 else self.fork_at
         return f"{self.parent.name} at {at}" + (f", redoes {self.redo} of {self.fork_at + 1}" if self.redo else "")
@@ -228,11 +233,11 @@ class Run:
         return self.num_segments - 1, self.num_segments
 
     def policy_place(self, version: int) -> tuple[str, int]:
-        """(phase, iteration) of a weight version's policy, beside which its evaluation lies:
+        """(phase, iteration) of a weight version's policy, beside which its evaluation is stored:
         iteration k makes version k + 1.
 
-        Version 0, what RL starts from, is that of the last SFT segment (validated: of the best), or
-        the base model; BEFORE_SFT is the base model in any case.
+        Version 0, what RL starts from, is the policy of the last SFT segment (with validation: of
+        the best), or the base model; BEFORE_SFT is always the base model.
         """
         assert version >= BEFORE_SFT, version
         if version > 0:
@@ -281,10 +286,10 @@ def _continued(store: Store, config: PipelineConfig) -> Run:
 
 
 def open_existing(store: Store, name: str, forks: tuple[str, ...] = ()) -> Run:
-    """A run with the config it was created with; UserError listing the runs when there is none of
-    that name.
+    """A run with the config that it was created with; UserError listing the runs when there is none
+    of that name.
 
-    `forks`: those that were opened on the way here, from fork to parent.
+    `forks`: the runs that were opened before it, from fork to parent.
     """
     if name in forks or (forks and not store.exists(record_key(name))):
         raise StoreError(
@@ -317,10 +322,10 @@ def planned_fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> R
 
 def fork(run: Run, at: int, config: PipelineConfig, redo: str = "") -> Run:
     """A new run that shares `run`'s iterations 0..at and goes on with `config`; UserError when that
-    cannot be.
+    is not possible.
 
     AT_SFT shares its SFT only. With `redo` ("score", "filter" or "train") iteration `at` is redone
-    from that stage on; what is before it is shared.
+    from that stage on; the stages before it are shared.
     """
     planned_fork(run, at, config, redo)
     create_record(run.store, config, ForkRecord(run.name, at, redo))

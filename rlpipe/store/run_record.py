@@ -1,5 +1,5 @@
-"""`run.json`: the config a run was created with, by which code, and what it was forked from;
-`start.json`: the same of its last start. And the name of a run, which is its folder.
+"""`run.json`: the config a run was created with, the code version, and the run that it was forked
+from; `start.json`: the same of its last start. And the name of a run, which is its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIBRARIES = ("torch", "transformers", "prefect", "mlflow", "reasoning-gym", "tok
 
 
 class ConfigRefused(UserError):
-    """The config of a run's record is none that this version takes."""
+    """Raised when this version does not accept the config of a run's record."""
 
 
 SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the parent's
@@ -69,7 +69,9 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The content of start.json: of the settings that a start may change, the last start's."""
+    """The content of start.json: the last start's values of the settings that a start may
+    change.
+    """
 
     config: Config
     code_version: str
@@ -82,7 +84,9 @@ def run_names(store: Store) -> list[str]:
 
 
 def record_key(name: str) -> str:
-    """UserError for what is no name of a run: it would lead to another folder."""
+    """The key of a run's run.json; UserError for an invalid name, which could lead to another
+    folder.
+    """
     if not is_run_name(name):
         raise UserError(
             f"run {name!r:.200}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
@@ -101,12 +105,12 @@ def create_record(store: Store, config: PipelineConfig, fork: ForkRecord | None)
 
 
 def record_start(store: Store, config: PipelineConfig) -> None:
-    """Writes start.json in place of the one before. The caller holds the run."""
+    """Writes start.json in place of the previous one. The caller holds the run."""
     store.put(start_key(config.run), sealed(StartRecord(stored_tree(config), code_version(), _libraries())))
 
 
 def _libraries() -> dict[str, str]:
-    """Versions by name, of those that are installed: without tracking a run needs no MLflow."""
+    """The versions of installed libraries, by name: without tracking a run needs no MLflow."""
     installed = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -115,10 +119,10 @@ def _libraries() -> dict[str, str]:
 
 
 def read_record(store: Store, name: str) -> tuple[PipelineConfig, ForkRecord | None]:
-    """The config of run.json, and of a fork what it shares.
+    """The config of run.json, and for a fork the part that it shares.
 
-    StoreError when it is damaged, of another run or a later version; ConfigRefused for another
-    version's.
+    StoreError when it is damaged, or from another run or a later version; ConfigRefused when this
+    version does not accept the config.
     """
     record = read_document(store, record_key(name), RunRecord)
     return _config_of(store, record_key(name), name, record), record.fork
@@ -131,8 +135,8 @@ def had_steps(store: Store, name: str) -> bool:
 
 
 def last_started(store: Store, name: str) -> PipelineConfig:
-    """The config of a run's last start, or what it was created with where it has not been started
-    since there is a start.json; errors as `read_record`.
+    """The config of a run's last start, or the one that it was created with where there is no
+    start.json yet; errors as `read_record`.
     """
     key = start_key(name)
     return (
@@ -143,7 +147,7 @@ def last_started(store: Store, name: str) -> PipelineConfig:
 
 
 def _config_of(store: Store, key: str, name: str, record: RunRecord | StartRecord) -> PipelineConfig:
-    if record.config["run"] != name:  # what was read and deleted would be another run's
+    if record.config["run"] != name:  # else another run would be read, and deleted from
         raise StoreError(
             f"{store.address(key)} is the record of run {record.config['run']!r:.100}, so this folder is a copy, or was"
             " renamed; give it that name again in a store of its own"

@@ -1,8 +1,8 @@
-"""Objects of one S3 bucket, through obstore (object_store of Rust): its transfers run beside the
-interpreter.
+"""Objects of one S3 bucket, through obstore (object_store of Rust), whose transfers run in threads
+of its own, beside the interpreter.
 
-Endpoint, region and keys are found as every AWS tool finds them: in the environment, in ~/.aws,
-from the machine's role.
+Endpoint, region and keys are found as by every AWS tool: in the environment, in ~/.aws, from the
+machine's role.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1024 * 1024
 PARTS_MAX = 10_000  # of an upload, by S3's own rule
 CONNECT = timedelta(seconds=5)
-SILENCE = timedelta(seconds=20)  # nothing comes from the server, or a small request is not answered
+SILENCE = timedelta(seconds=20)  # without data from the server, or without answer to a small request
 PART = timedelta(minutes=5)  # to send one part of an upload, or to read one: 8 MiB
 # by obstore itself, of a page of a listing or a part of an upload, so that it need not begin anew;
 # the rest is rlpipe/store/patience.py
@@ -47,9 +47,9 @@ KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before 
 
 @dataclass(frozen=True)
 class _Clients:
-    """`quick`: an answer within seconds, or another try.
+    """Two clients. `quick`: an answer within seconds, or another try.
 
-    `patient`: for uploads, which are answered when all is sent.
+    `patient`: for uploads, which are answered only when all is sent.
     """
 
     quick: S3Store
@@ -67,8 +67,8 @@ class Entry(NamedTuple):
 class Bucket(RemoteObjects):
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
-    Every fault is an OSError, as late as rlpipe/store/patience.py says; FileNotFoundError for an
-    object that is not there.
+    Every error is an OSError, raised as late as rlpipe/store/patience.py says; FileNotFoundError
+    for an object that does not exist.
     """
 
     def __init__(self, bucket: str, prefix: str) -> None:
@@ -90,7 +90,7 @@ class Bucket(RemoteObjects):
         return self._entry(self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))))
 
     def entries(self, prefix: str) -> list[Entry]:
-        """All objects below a prefix, in any order; an empty one: of the bucket."""
+        """All objects below a prefix, in any order; an empty prefix: of the bucket."""
         below = self._path(prefix) if prefix else self._prefix or None
         return [
             self._entry(meta)
@@ -109,8 +109,8 @@ class Bucket(RemoteObjects):
         self._ask(key, lambda: obstore.put(self._client_for(data), self._path(key), data, use_multipart=False))
 
     def put_parts(self, key: str, size: int, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        """Sends pieces of any size in parts, PARTS at the same time; `pieces` gives them at each
-        try, from the first on. The object becomes visible whole, when the last part has landed.
+        """Sends pieces of any size in parts, PARTS at the same time; `pieces` yields them from the
+        first on at each try. The object becomes visible as a whole, when the last part has arrived.
         """
         part_bytes = max(PART_BYTES, -(-size // PARTS_MAX))
         assert part_bytes * PARTS_MAX >= size, f"{key}: {size} bytes"
@@ -124,7 +124,7 @@ class Bucket(RemoteObjects):
         try:
             self._ask(key, ask)
         except FileNotFoundError:
-            # the upload is over, though nobody answered so: a first request to complete
+            # the upload is over, though no answer came: a first request to complete
             # it did, and its answer was lost
             if not self.exists(key) or self.size(key) != size:
                 raise
@@ -132,7 +132,7 @@ class Bucket(RemoteObjects):
     def create(self, key: str, data: bytes) -> bool:
         """Creates `key`; True when this call created it, or a try of it whose answer was lost.
 
-        Such a try loses against itself, so equal bytes are ours.
+        The next try then finds the key, with equal bytes: so equal bytes count as created here.
         """
 
         def ask() -> bool:
@@ -166,7 +166,7 @@ class Bucket(RemoteObjects):
         self.delete(key)
 
     def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
-        """As that of all objects, and as patient as this process is."""
+        """As `RemoteObjects._ask`, with retries for as long as this process waits for a server."""
         return persistently(self._address(key), lambda: super(Bucket, self)._ask(key, ask))
 
     def _path(self, key: str) -> str:
@@ -185,7 +185,7 @@ class Bucket(RemoteObjects):
         return self._clients().quick if len(data) <= SMALL_BYTES else self._clients().patient
 
     def _clients(self) -> _Clients:
-        """Made when they are first needed."""
+        """The clients, made when they are first needed."""
         check_process(self._path(""))
         with self._lock:
             self._opened = self._opened or _open(self._bucket)
@@ -193,7 +193,7 @@ class Bucket(RemoteObjects):
 
 
 class _Keys:
-    """Gives obstore the keys that botocore found, and new ones before they end."""
+    """Gives obstore the keys that botocore found, and new ones before they expire."""
 
     def __init__(self, session: Session) -> None:
         credentials = session.get_credentials()
@@ -225,7 +225,7 @@ def _open(bucket: str) -> _Clients:
     options: ClientConfig = {"connect_timeout": CONNECT, "timeout": PART, "allow_http": plain}
     if certificates := session.get_config_variable("ca_bundle"):
         options["root_certificate"] = Path(certificates).read_bytes()
-    # what TLS protects anyway needs no sha256 of its own on the way
+    # TLS protects the transfer: it needs no sha256 of its own
     config: S3Config = {"region": region, "unsigned_payload": not plain}
     if endpoint:
         config["endpoint"] = endpoint
@@ -237,9 +237,7 @@ def _open(bucket: str) -> _Clients:
 
 
 def _endpoint(session: Session) -> str | None:
-    """The address of an S3 server that is not Amazon's, in the order in which AWS tools look for
-    it.
-    """
+    """The address of an S3 server other than Amazon's, looked up in the order of AWS tools."""
     profile = session.get_scoped_config()
     service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
     configured = (service.get("endpoint_url"), profile.get("endpoint_url"))

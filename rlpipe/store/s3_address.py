@@ -1,6 +1,6 @@
-"""Checks of the address of an S3 bucket, before obstore is given it.
+"""Checks of the address of an S3 bucket, before it is passed to obstore.
 
-Text that is no address ends obstore's code in a panic, which prints and is no Exception.
+On text that is no address, obstore's code panics, which prints and is no Exception.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_address(bucket: str, endpoint: str | None, region: str) -> None:
-    """OSError that names the bucket, endpoint or region that is none.
+    """OSError that names the bucket, endpoint or region that is not valid.
 
-    What may hold a password is not repeated.
+    Text that may hold a password is not repeated.
     """
     if not BUCKET.fullmatch(bucket):
         raise _fault(f"{bucket!r:.100} is no name of a bucket: letters, digits, '.', '_' and '-'")
@@ -36,7 +36,9 @@ def check_address(bucket: str, endpoint: str | None, region: str) -> None:
 
 
 def check_key(access_key: str, token: str) -> None:
-    """PermissionError where one of them is no text of a header: a line break at its end, mostly."""
+    """PermissionError where one of them cannot be in an HTTP header, mostly for a line break at its
+    end.
+    """
     if not PRINTED.fullmatch(access_key + token):
         raise PermissionError(
             errno.EACCES,
@@ -51,7 +53,7 @@ def _fault_of(endpoint: str) -> str:
         host, port = url.hostname or "", url.port
         if ":" in host:
             ipaddress.IPv6Address(host)
-    except ValueError as error:  # of a port beyond 65535, an open bracket
+    except ValueError as error:  # for a port above 65535, or an open bracket
         return f"is no address ({error})"
     if url.scheme not in ("http", "https"):
         return "does not begin with http:// or https://"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 Part = bytes | memoryview
 PART_BYTES = 8 * 1024 * 1024
-PARTS = 8  # of one file, that are under way at the same time
+PARTS = 8  # of one file, that are transferred at the same time
 WAITING = 32  # pieces that were sent, and are not hashed yet
 # of a part on its way from or to a file: larger ones cost more processor time than they save
 PIECE_BYTES = 256 * 1024
@@ -31,7 +31,7 @@ class FileContent:
 
 
 class Hashing:
-    """The sha256 and the number of the bytes that pass by.
+    """The sha256 and the number of the bytes that pass through.
 
     A thread computes it; at most WAITING pieces wait for it.
     """
@@ -41,7 +41,7 @@ class Hashing:
         self._pending: deque[Future[None]] = deque()
 
     def passing(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """The same pieces, of which the hash is taken; of those that passed before no more."""
+        """Yields the same pieces and hashes them; a new call starts the hash anew."""
         while self._pending:
             self._pending.popleft().result()
         self._sha256, self._bytes = hashlib.sha256(), 0
@@ -66,7 +66,7 @@ def hashing() -> Iterator[Hashing]:
 
 
 def write_at(descriptor: int, data: bytes, start: int) -> int:
-    """Writes all of it at a place of an open file. Where it ends there."""
+    """Writes all of `data` at a place of an open file; returns the position of its end."""
     left = memoryview(data)
     while left:
         left = left[os.pwrite(descriptor, left, start + len(data) - len(left)) :]
@@ -80,7 +80,7 @@ def pieces_of(file: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_once: int) -> Iterator[Part]:
-    """The bytes `start` to `end` in order, as `read_part(start, end)` gives them.
+    """Yields the bytes `start` to `end` in order, as `read_part(start, end)` returns them.
 
     In memory are the parts that are read `at_once`, and one more.
     """
@@ -99,18 +99,19 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for part in waiting:  # somebody wants no more of them
+            for part in waiting:  # the reader needs no more of them
                 part.cancel()
 
 
 def content_of_parts(
     file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int, order: Sequence[int] = ()
 ) -> FileContent:
-    """Writes every part of `file` by `fetch_part(start, end)`; the content that the file then has.
+    """Writes every part of `file` by `fetch_part(start, end)`; returns the content that the file
+    then has.
 
     `size`: of the file in bytes; `at_once`: parts that are fetched at the same time. The parts are
-    hashed as they land. `order`: the starts of the parts as they are to be begun; that of the file
-    without it.
+    hashed as they arrive. `order`: the starts of the parts in the order in which they are begun;
+    default: that of the file.
     """
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)

@@ -1,4 +1,4 @@
-"""Parquet files of rollouts from anywhere (docs/what-if.md): read group by group, and checked
+"""Parquet files of rollouts from outside rlpipe (docs/what-if.md): read group by group, and checked
 before anything is trained on them.
 """
 
@@ -39,7 +39,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class OutcomeText(BaseModel):
-    """The fields that are read of what an environment recorded of a rollout."""
+    """The fields that are read from an environment's record of a rollout."""
 
     reward: Finite
     num_turns: NonNegativeInt
@@ -58,7 +58,7 @@ PromptBook = dict[tuple[str, str], Prompt | None]
 def prompt_book(prompts: list[Prompt]) -> PromptBook:
     """The prompts by (id, text) and by ("", text).
 
-    An id alone proves nothing: other data have the same ids.
+    An id alone proves nothing: other data may use the same ids.
     """
     book: PromptBook = {}
     for prompt in prompts:
@@ -72,8 +72,8 @@ def prompt_book(prompts: list[Prompt]) -> PromptBook:
 
 @dataclass(frozen=True)
 class ForeignFiles:
-    """A Parquet file, or a folder of them in the order of their paths, and what their rollouts have
-    to fit.
+    """A Parquet file, or a folder of them in the order of their paths, and the facts that their
+    rollouts must fit.
     """
 
     name: str  # as rl.rollouts_from has it
@@ -82,7 +82,7 @@ class ForeignFiles:
     book: PromptBook  # of the data sets of use rl
 
     def paths(self) -> list[Path]:
-        """UserError when there is none."""
+        """The Parquet files; UserError when there is none."""
         path = expanded(self.name)
         paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
         if not paths or not paths[0].is_file():
@@ -98,9 +98,9 @@ class ForeignFiles:
         """The whole groups with their prompts, in order; UserError naming the file, its row or its
         columns.
 
-        Rewards are kept where the prompt is in no data set. Groups that were cut short are left
-        out. A group is side by side, and of any size: files of several iterations may be written
-        one after another.
+        Rewards are kept where the prompt is in no data set. Unfinished groups are left out. The
+        rollouts of a group are adjacent rows, any number of them: files of several iterations may
+        be written one after another.
         """
         num_unfinished = 0
         for path in self.paths():
@@ -168,12 +168,12 @@ class ForeignFiles:
 
 
 def has_no_logprobs(rollout: Rollout) -> bool:
-    """True when nobody recorded the logprobs of the rollout's completion."""
+    """True when the logprobs of the rollout's completion were not recorded."""
     return len(rollout.rollout_logprobs) > 0 and bool((rollout.rollout_logprobs == UNRECORDED).all())
 
 
 def _rollouts(path: Path) -> Iterator[Rollout]:
-    """The rows of a file; UserError for what is no file of rollouts."""
+    """The rows of a file; UserError when it is no file of rollouts."""
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -190,11 +190,9 @@ def _rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def _completed(table: pa.Table, path: Path, first: int) -> pa.Table:
-    """The rows with all columns: what the file leaves away has its default (docs/what-if.md).
+    """The rows with all columns: a column that the file lacks gets its default (docs/what-if.md).
 
-    UserError for text that cannot be read.
-
-    `first`: the number of the first row, for errors.
+    `first`: the number of the first row, for errors. UserError for text that cannot be read.
     """
     table = pa.concat_tables([SCHEMA.empty_table(), table], promote_options="default")
     columns: dict[str, Any] = {name: table.column(name).combine_chunks() for name in SCHEMA.names}

@@ -2,8 +2,8 @@
 or of Parquet files from anywhere.
 
 Files are imported once, before the first iteration of the run that names them; from then on the run
-needs them no more. Each iteration then makes its prompts and rollouts its own, so that a run is
-whole by itself.
+does not need them. Each iteration then copies its prompts and rollouts into the run, so that a run
+is complete without other runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlpipe.stored.redo import stored_rounds
 
 log = logging.getLogger(__name__)
 RUN = "run:"
-PROMPTS_KEY = "prompts/round-0"  # whatever the rounds of the source, they are imported as one
+PROMPTS_KEY = "prompts/round-0"  # all rounds of the source are imported as one
 IMPORTED = "rollouts/round-0/shard-000"  # the last that an iteration needs of its source
 CHUNK_GROUPS = 256  # groups a file of the imported artifact
 StoredGroup = tuple[Prompt, Group]
@@ -42,12 +42,14 @@ StoredGroup = tuple[Prompt, Group]
 
 @dataclass(frozen=True)
 class StoredIteration:
-    """The groups that are stored for one iteration. `inputs`: what they were read from, by name."""
+    """The groups that are stored for one iteration. `inputs`: the artifacts that they were read
+    from, by name.
+    """
 
     groups: list[StoredGroup]
     inputs: dict[str, ArtifactRef] = field(default_factory=dict)
     data_sha256: str = ""  # of the data of the run they are from
-    cursor: CursorPosition | None = None  # in these data: where that run would have gone on
+    cursor: CursorPosition | None = None  # in these data: the position at which that run would have gone on
 
 
 def is_run(config_value: str) -> bool:
@@ -57,7 +59,7 @@ def is_run(config_value: str) -> bool:
 
 def source_run(run: Run) -> Run:
     """The run that `rl.rollouts_from` names; UserError naming the field when its rollouts do not
-    fit, or there are not enough.
+    fit, or are too few.
     """
     rl, context = run.config.rl, run.config.model.context_tokens_max
     source = open_existing(run.store, rl.rollouts_from.removeprefix(RUN))
@@ -72,7 +74,7 @@ def source_run(run: Run) -> Run:
 
 
 def check_tokenizer(source: Run, tokenizer_sha256: str) -> None:
-    """UserError unless a run has this tokenizer, to the byte."""
+    """UserError unless a run has this tokenizer, byte for byte."""
     if source.committed("base", 0, "tokenizer")[1].file("tokenizer.json").sha256 != tokenizer_sha256:
         raise UserError(
             f"rl.rollouts_from=run:{source.name}: that run has another tokenizer, so its tokens mean other text; use"
@@ -83,7 +85,7 @@ def check_tokenizer(source: Run, tokenizer_sha256: str) -> None:
 def foreign_files(run: Run, prompts: PromptSets, vocab_size: int) -> ForeignFiles:
     """The files that `rl.rollouts_from` names.
 
-    `vocab_size`: the largest of the tokenizer's and the model's.
+    `vocab_size`: the larger one of the tokenizer's and the model's.
     """
     rl, book = run.config.rl, prompt_book([prompt for rows in prompts("rl") for prompt in rows])
     return ForeignFiles(rl.rollouts_from, run.config.model.context_tokens_max, vocab_size, book)
@@ -95,8 +97,8 @@ def check_enough(run: Run, num_groups: int) -> None:
 
 
 def check_groups(run: Run, sizes: Collection[int]) -> None:
-    """UserError when a file's groups are too few for the run, or have one rollout each and would
-    all be dropped for it.
+    """UserError when a file's groups are too few for the run, or have one rollout each, so that all
+    would be dropped.
     """
     rl, alone = run.config.rl, max(sizes, default=0) == 1
     check_enough(run, len(sizes))
@@ -123,16 +125,16 @@ def _check_enough(run: Run, count: int, unit: str, wanted: int) -> None:
 
 
 def groups_before(run: Run, iteration: int) -> int:
-    """Groups of a file that the iterations before this one take: those of a fork's parent took as
-    many as the parent was set to.
+    """The number of a file's groups that the iterations before this one use; iterations of a fork's
+    parent count by the parent's settings.
     """
     return sum(run.owner("rl", index, "prompts").config.rl.num_prompts for index in range(iteration))
 
 
 @stage("rl", "imported", settings=["rl.rollouts_from", "rl.group_size", "data.rl"])
 def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produced:
-    """All whole groups of the files that `rl.rollouts_from` names, checked row by row: in files of
-    CHUNK_GROUPS groups.
+    """All whole groups of the files that `rl.rollouts_from` names, checked row by row and written
+    in files of CHUNK_GROUPS groups.
     """
     run = session.run
     ref, base = run.committed("base", 0, "policy")
@@ -160,7 +162,7 @@ def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produ
 
 
 def numbered(groups: Iterable[StoredGroup], first: int) -> list[StoredGroup]:
-    """The groups with the group indices `first` and on."""
+    """The groups with group indices from `first` on."""
     return [
         (prompt, [replace(rollout, group_index=index) for rollout in group])
         for index, (prompt, group) in enumerate(groups, start=first)
@@ -195,7 +197,7 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
 
 
 async def import_rollouts(session: Session, *, iteration: int, prompts: ArtifactRef) -> StageResult:
-    """This iteration's stored rollouts, and the rewards that are kept because their prompts are not
+    """This iteration's stored rollouts, and their stored rewards where the prompts are not
     known.
     """
 
@@ -224,7 +226,7 @@ async def _import(
 ) -> StageResult:
     """Commits what `write` makes of the source's rollouts.
 
-    What is imported needs its source no more.
+    The result does not need its source any more.
     """
     standing = await asyncio.to_thread(session.run.artifact, *key)
     if standing is not None:
@@ -262,7 +264,7 @@ def _of_run(session: Session, iteration: int) -> StoredIteration:
 def _handed_on(source: Run, iteration: int) -> set[int]:
     """The groups that the source's next iteration has too.
 
-    Those that were finished were trained there: they are imported once.
+    Finished ones among them were trained there, so they are imported once.
     """
     record = source.iteration(iteration)
     assert record is not None, "there are as many committed iterations as are needed"
@@ -270,7 +272,7 @@ def _handed_on(source: Run, iteration: int) -> set[int]:
 
 
 def _of_files(session: Session, files: StageResult, iteration: int) -> StoredIteration:
-    """The groups of the imported files that an iteration takes, numbered from 0."""
+    """The groups of the imported files that belong to an iteration, numbered from 0."""
     run = session.run
     first, end = groups_before(run, iteration), groups_before(run, iteration + 1)
     check_enough(run, files.metrics["num_groups"])
@@ -285,8 +287,8 @@ def _of_files(session: Session, files: StageResult, iteration: int) -> StoredIte
 
 
 def _with_text(session: Session, rollout: Rollout) -> Rollout:
-    """The rollout with its completion's text; UserError when a text of one turn is not what the
-    tokens say.
+    """The rollout with its completion's text; UserError when the stored text of a single turn is
+    not that of the tokens.
     """
     tokens = rollout.completion_tokens.tolist()
     decoded = session.data.tokenizer.decode(tokens)

@@ -1,6 +1,6 @@
 """The stored rounds of a committed iteration, and what-if: its redo with other settings.
 
-Generates nothing.
+Samples nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SHOWN = (
 
 
 def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
-    """UserError naming the setting that a shared stage was computed with and `config` changes."""
+    """UserError naming the setting that `config` changes though a shared stage was computed with
+    it.
+    """
     if redo not in SHARED_BY_REDO:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
@@ -72,7 +74,7 @@ class StoredRound:
 
 
 def stored_rounds(run: Run, iteration: int) -> list[StoredRound]:
-    """The sampling rounds of a committed iteration; StoreError when a part is missing or not the
+    """The sampling rounds of a committed iteration; StoreError when a part is missing or is not the
     one that was scored.
     """
     return [_stored_round(run, iteration, index) for index in range(run.record(iteration).last_round + 1)]
@@ -93,7 +95,7 @@ def _stored_round(run: Run, iteration: int, index: int) -> StoredRound:
 
 
 def rounds_to_redo(run: Run, iteration: int) -> list[StoredRound]:
-    """All that the parent sampled of the iteration."""
+    """All sampling rounds that the parent committed of the iteration."""
     assert run.parent is not None and run.redoes(iteration), f"run {run.name} does not redo iteration {iteration}"
     return stored_rounds(run.parent, iteration)
 

@@ -1,8 +1,8 @@
-"""A policy whose files were pruned is made again: training goes on from the newest state before it,
-on the stored batches, and the files must have the hashes of its manifest. And a policy as a folder
-of its own (`rlpipe export`), which is made again where it has to be.
+"""Policies whose files were pruned, made again: training goes on from the newest state before the
+policy, on the stored batches, and the files must have the hashes of its manifest. Also policies as
+folders (`rlpipe export`), made again where that is needed.
 
-Why nothing can go wrong when the run prunes meanwhile, or two do it at once:
+The reasons why a run may prune meanwhile, or two processes do it at once, without harm:
 rlpipe/store/retention.py.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def pruned_versions(run: Run, iteration: int) -> list[int]:
     """The weight versions that the engines need to begin an iteration and whose files are not all
-    there.
+    in the store.
     """
     return [
         version
@@ -46,17 +46,17 @@ def pruned_versions(run: Run, iteration: int) -> list[int]:
 
 
 def is_missing_to_evaluate(run: Run, version: int) -> bool:
-    """True when a policy that this run has to evaluate was pruned."""
+    """True when a policy that this run still has to evaluate was pruned."""
     place = run.policy_place(version)
     evaluated = run.owner(*place, "evaluation") is not run or run.artifact(*place, "evaluation") is not None
     return not evaluated and is_pruned(run.store, run.folder(*place, "policy"))
 
 
 async def restore_policy(session: Session, *, version: int) -> StageResult:
-    """Makes the files of a pruned policy again and puts them where they were; `cached` when they
-    are there.
+    """Makes the files of a pruned policy again, in their places; `cached` when they are there
+    already.
 
-    StoreError naming both hashes where the trainer of this run makes other files: then nothing is
+    StoreError naming both hashes where this run's trainer makes other files: then nothing is
     written.
     """
     ref, manifest = await asyncio.to_thread(session.run.policy, version)
@@ -77,17 +77,17 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
 async def remake_policy(
     session: Session, version: int, target: Path, wanted: list[FileRecord], base: ArtifactRef | None = None
 ) -> None:
-    """Makes the files of a policy of RL again, under their plain names in a local folder;
-    StoreError when one is not as `wanted`.
+    """Makes the files of an RL policy again, under their plain names in a local folder; StoreError
+    when one is not as `wanted`.
 
-    `base`: what they are a difference to; none: the policy whole.
+    `base`: the policy that they are a difference to; None: the policy is stored whole.
     """
     run = session.run
     phase, iteration = run.policy_place(version)
     assert phase == "rl", f"weight version {version} is of phase {phase}, which is never pruned"
     _, manifest = await asyncio.to_thread(run.policy, version)
-    # a gang writes into its own run only; nothing names these files, and they are gone
-    # at the end, or with `rlpipe gc`
+    # a trainer writes into its own run only; no manifest names these files, and they are
+    # deleted at the end, or by `rlpipe gc`
     attempt = Attempt(run.store, f"{run.root}/{phase}/{iteration:05d}/policy", new_attempt(run.lease))
     rebuild = functools.partial(replay, run, phase, iteration + 1)
     log.info("weight version %d of run %s was pruned: making it again", version, manifest.run)
@@ -105,8 +105,8 @@ async def remake_policy(
 
 
 def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[FileRecord]) -> None:
-    """StoreError naming the first file that has another hash than what is wanted of a policy, or is
-    in one of both only.
+    """StoreError naming the first file that has another hash than the wanted one, or that only one
+    side has.
     """
     before, made = ({file.plain_name: file.sha256 for file in records} for records in (wanted, files))
     for name in sorted({*before, *made}):
@@ -121,8 +121,8 @@ def check_same_files(manifest: Manifest, wanted: list[FileRecord], files: list[F
 
 
 def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> None:
-    """Puts the files of a pruned artifact back where its manifest has them; that it was pruned is
-    forgotten last.
+    """Puts the files of a pruned artifact back under the names of its manifest; the mark that it
+    was pruned is removed last.
     """
     for file in manifest.files:
         store.put_file(f"{folder}/{file.name}", source / file.plain_name)
@@ -146,11 +146,11 @@ def committed_version(run: Run, version: int | None) -> int:
 
 
 async def export_policy(config: PipelineConfig, version: int | None, target: Path) -> int:
-    """A policy of a run as a folder in HF format, which appears whole; the weight version.
+    """Writes a policy of a run as a folder in HF format, which appears whole; returns the weight
+    version.
 
-    One that was pruned is made again by a trainer of this config, and stays pruned in the store.
-
-    UserError when something is in the folder already, or the version is not committed.
+    A pruned policy is made again by a trainer of this config, and stays pruned in the store.
+    UserError when the folder is not empty, or the version is not committed.
     """
     run = open_existing(open_store(config.store), config.run)
     number = committed_version(run, version)
@@ -173,8 +173,8 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
 
 
 def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
-    """The files of a policy, which were made again, as a whole model: merged into the base where
-    they are an adapter.
+    """The files of a policy that was made again, as a whole model: an adapter is merged into its
+    base.
     """
     base = base_of(store, ref)
     if base is None:

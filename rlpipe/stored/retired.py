@@ -1,4 +1,4 @@
-"""Withdraws an iteration of `rl.overlap = "steps"` that an older version left in the middle.
+"""The withdrawal of an iteration of `rl.overlap = "steps"` that an older version left unfinished.
 
 Such an iteration had other shards, and a batch for each step.
 """
@@ -19,12 +19,12 @@ SHARD = re.compile(r"rollouts/round-0/shard-(\d+)")  # there was one round
 
 
 def withdraw_steps(run: Run) -> list[str]:
-    """Takes back what the iteration after the newest committed one has of the retired mode, and
-    returns its folders: shards with other groups than they have today, and what was made of steps.
-    The same is made of it again, but for the batch of each step.
+    """Withdraws artifacts of the retired mode from the iteration after the newest committed one:
+    shards whose groups differ from today's, and all that was made from steps. Returns their
+    folders.
 
-    What tells that it is of that mode goes last, so whoever dies in between begins here again.
-    Files stay for `rlpipe gc`.
+    They are made again, except for the batch of each step. The artifacts that mark the mode are
+    withdrawn last, so a process that dies in between starts again here. Files stay for `rlpipe gc`.
     """
     if not had_steps(run.store, run.name):
         return []
@@ -41,7 +41,7 @@ def withdraw_steps(run: Run) -> list[str]:
 
 
 def _other_shards(run: Run, root: str, stages: list[str]) -> Iterator[str]:
-    """The shards that do not have the groups that are theirs today."""
+    """The shards whose groups are not those of today."""
     shards = {stage: int(shard[1]) for stage in stages if (shard := SHARD.fullmatch(stage))}
     if not shards:
         return

@@ -1,5 +1,5 @@
-"""The reward `code`: does the completion's program pass the prompt's tests, run where it can do no
-harm. See docs/rewards-code.md.
+"""The reward `code`: does the completion's program pass the prompt's tests, run in a sandbox where
+it can do no harm. See docs/rewards-code.md.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ DEFINITION = re.compile(r"^def +(\w+) *\(", re.MULTILINE)
 
 
 class CodeTest(NamedTuple):
-    """One test: what the sandbox starts the program with, and the stdout that it must write (None:
-    the run says whether it passed).
+    """One test: the input with which the sandbox starts the program, and the stdout that it must
+    write (None: the run itself says if it passed).
     """
 
     start: tuple[str, Any]  # see `runner.run`
@@ -112,7 +112,7 @@ def _passes(test: CodeTest, outcome: runner.Outcome, prompt: RewardPrompt) -> bo
 
 
 def read_tests(prompt: RewardPrompt) -> list[CodeTest]:
-    """The prompt's tests; ValueError when it has none, or in no known form."""
+    """The prompt's tests; ValueError when it has none, or their form is not known."""
     metadata = prompt["metadata"]
     entry_point = metadata.get("entry_point") or _function_name(metadata) or _only_function(prompt)
     try:
@@ -174,9 +174,9 @@ def _case(entry: Mapping[str, Any], function: str | None) -> CodeTest:
 def _scripts(
     codes: Sequence[str], entry_point: str | None, setup: str = "", reference: str | None = None
 ) -> list[CodeTest]:
-    """Tests written in Python; what asserts nothing belongs to the next one that does.
+    """Tests written in Python; code without an assertion belongs to the next test that has one.
 
-    NoAssertion when none does.
+    NoAssertion when none has one.
     """
     tests: list[CodeTest] = []
     before = ""
@@ -191,7 +191,7 @@ def _scripts(
 
 
 def _parsed(raw: Any) -> Any:
-    """A text of JSON as its value; other texts are Python."""
+    """The value of a JSON text; other texts are Python and returned as they are."""
     if not isinstance(raw, str):
         return raw
     try:
@@ -207,8 +207,8 @@ def _function_name(fields: Mapping[str, Any]) -> str | None:
 
 
 def _only_function(prompt: RewardPrompt) -> str | None:
-    """The function that the prompt's last message begins to write, as HumanEval's do, when it is
-    the only one there.
+    """The function that the prompt's last message begins, as in HumanEval, when it is the only one
+    in it.
     """
     names = set(DEFINITION.findall(prompt["messages"][-1]["content"])) if prompt["messages"] else set()
     return names.pop() if len(names) == 1 else None
@@ -222,15 +222,15 @@ def _pair(given: Any, expected: Any, function: str | None) -> CodeTest:
     if isinstance(given, str):
         given, expected = [json.loads(line) for line in given.split("\n") if line.strip()], _parsed(expected)
     elif isinstance(given, list) and given and isinstance(given[0], dict) and all(map(INTEGER.fullmatch, given[0])):
-        given = [{int(key): value for key, value in given[0].items()}, *given[1:]]  # JSON has made texts of them (APPS)
+        given = [{int(key): value for key, value in given[0].items()}, *given[1:]]  # JSON made them texts (APPS)
     arguments = given if isinstance(given, list) else [given]
     check = {"function": function, "arguments": encode(arguments), "expected": expected}
     return CodeTest(("function", check), None, len(json.dumps(arguments)))
 
 
 def _script(code: str, setup: str, reference: str | None, entry_point: str | None) -> CodeTest:
-    """Tests as Python; NoAssertion when they can fail no program."""
-    if "solution" in setup:  # it imports the program: run it where a fault is the program's
+    """Tests as Python; NoAssertion when no program could fail them."""
+    if "solution" in setup:  # it imports the program: run it where errors count as the program's
         code, setup = f"{setup}\n{code}", ""
     tree = ast.parse(code)
     plan = runner.planned(tree, entry_point)
@@ -253,8 +253,8 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _names(code: str, reference: str | None) -> list[str]:
-    """The names that the tests take from the program: those that neither they nor Python define,
-    and those of the reference.
+    """The names that the tests take from the program: those that neither the tests nor Python
+    define, and those of the reference.
     """
     tables = [symtable.symtable(code, "tests.py", "exec")]
     for table in tables:
@@ -273,11 +273,11 @@ def _text(value: Any) -> str:
 
 
 def check_time(args: Mapping[str, Any], timeout_s: float) -> None:
-    """UserError when the tests of a rollout may take longer than scoring it: a slow program would
-    be a fault, not a 0.0.
+    """UserError when the tests of a rollout may take longer than the timeout of scoring: a slow
+    program would be a fault, not a 0.0.
 
-    Says in the log what programs are confined by, as a warning where it could be more; UserError
-    where they cannot be confined.
+    Logs the means that confine programs, as a warning where some are missing; UserError where
+    programs cannot be confined.
     """
     total_s = args.get("total_s", TOTAL_S)
     if not total_s < timeout_s:  # also a nan

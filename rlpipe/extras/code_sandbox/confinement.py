@@ -1,8 +1,8 @@
-"""The confinement of a program: what a process does to itself before it runs one, by Linux' own
-means (Landlock, seccomp, limits).
+"""The confinement of a program: the limits that a process sets on itself before it runs one, by
+Linux' own means (Landlock, seccomp, limits).
 
-No step is left out where it fails: a refusal is an OSError. Standard library only, and little of
-it: a supervisor starts with each rollout.
+A step that fails is never skipped: a refusal is an OSError. Imports only the standard library, and
+little of it: a supervisor starts with each rollout.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def free_uids() -> range:
 
 
 def missing() -> str:
-    """The first thing that this system lacks for the confinement, and the way out; empty when
-    nothing."""
+    """The first thing that this system lacks for the confinement, and the way out; empty when it
+    lacks none.
+    """
     system = os.uname()
     if system.sysname != "Linux" or system.machine not in ARCHITECTURES:
         return f"it is {system.sysname} on {system.machine}, and has to be Linux on {' or '.join(ARCHITECTURES)}"
@@ -142,12 +143,12 @@ def missing() -> str:
 
 
 def enter_supervisor(parent: int, uid: int) -> None:
-    """For the supervisor: it adopts orphans, and from Landlock version 6 on it and all below it
-    signal nobody else.
+    """For the supervisor: it adopts orphans, and from Landlock version 6 on it and all processes
+    below it can signal no other process.
 
-    OSError where programs run under our own `uid` and that does not hold: the supervisor kills all
-    that it can signal. As process 1 of a namespace it ends with its `parent`, and the kernel ends
-    the namespace with it.
+    OSError where programs run under the user's own `uid` and that does not hold: the supervisor
+    kills all that it can signal. As process 1 of a namespace it ends with its `parent`, and the
+    kernel ends the namespace with it.
     """
     if os.getpid() == 1:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -164,9 +165,10 @@ def enter_supervisor(parent: int, uid: int) -> None:
 
 def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
     """Mounts, where this process may: `folder` becomes a disk of `files_mb`, and a folder that only
-    its owner may enter (an interpreter below /root) is seen empty, with what is `readable` in it.
-    The next child is process 1 of a process namespace. Where it may not mount, nothing is
-    changed."""
+    its owner may enter (an interpreter below /root) looks empty, except for the `readable` paths in
+    it. The next child is process 1 of a process namespace. Where it may not mount, nothing is
+    changed.
+    """
     try:
         call("unshare", CLONE_NEWNS)
         call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
@@ -194,13 +196,13 @@ def enter_namespaces(folder: str, files_mb: int, readable: list[str]) -> None:
 
 
 def leave_mounts(folder: str) -> None:
-    """Takes the disk from `folder`, if it has one."""
+    """Unmounts the disk of `folder`, if it has one."""
     with suppress(OSError):
         call("umount2", folder, MNT_DETACH)
 
 
 def confine(limits: ProgramLimits, readable: list[str], uid: int, num_others: int) -> None:
-    """Limits this process for good; the working folder is the one it may write to.
+    """Limits this process for good; it may write only to the working folder.
 
     `num_others`: processes that `uid` has already.
     """

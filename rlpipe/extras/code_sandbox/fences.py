@@ -16,8 +16,8 @@ PYTHON = re.compile(r"\{?[ \t]*+\.?(?:python|py)(?:3(?:\.\d++)*+)?(?![^\s{},:;])
 
 
 class Block(NamedTuple):
-    """A fenced block: what stands behind its opening fence, and its text, without the indentation
-    of its fence.
+    """A fenced block: the text after its opening fence on that line, and its content, without the
+    indentation of its fence.
     """
 
     info: str
@@ -26,7 +26,8 @@ class Block(NamedTuple):
     @property
     def is_python(self) -> bool:
         """True when the first word of `info` is a name of Python 3: `python title="x"`,
-        `{.python}`, `py`, `python3.11`, in any case."""
+        `{.python}`, `py`, `python3.11`, in any case.
+        """
         return PYTHON.match(self.info) is not None
 
 
@@ -34,16 +35,16 @@ class _Fence(NamedTuple):
     mark: str
     info: str
     num_quotes: int  # marks of block quotes before it
-    indent: int  # columns behind the last of them
+    indent: int  # columns after the last of them
 
 
 def blocks(text: str) -> Iterator[Block]:
     """The closed fenced blocks of a text, in order.
 
     As in CommonMark: a fence is three or more backticks or tildes, is closed by as many or more of
-    the same alone on a line, and may stand in list items and block quotes; what it is indented by
-    is taken from each of its lines. Wider: it may be indented by any number of columns, and lines
-    of a list item's block may be indented less. A block that is not closed is none.
+    the same alone on a line, and may be in list items and block quotes; its indentation is removed
+    from each line of the block. Wider: it may be indented by any number of columns, and lines of a
+    list item's block may be indented less. A block that is not closed does not count.
     """
     fence: _Fence | None = None
     lines: list[str] = []
@@ -69,7 +70,7 @@ def _opened(line: str) -> _Fence | None:
 
 
 def _within_quotes(line: str, num_quotes: int) -> str | None:
-    """The line behind the marks of `num_quotes` block quotes; None when it has fewer."""
+    """The line after the marks of `num_quotes` block quotes; None when it has fewer."""
     start = 0
     for _ in range(num_quotes):
         mark = line.find(">", start)

@@ -1,8 +1,8 @@
 """The code that runs inside the confinement: the program under test, and in a second process the
 tests that call it.
 
-Calls cross over the wire as plain values only, so that a program cannot hand over an object whose
-`==` says yes.
+Calls cross between them as plain values only, so that a program cannot return an object whose `==`
+is always true.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import *
 
 
 def leave(body: Callable[[], int | None]) -> NoReturn:
-    """Runs `body` and ends this process with its answer as exit code, as the interpreter does at
+    """Runs `body` and ends this process with its result as exit code, as the interpreter does at
     its end, whatever happens.
     """
     code = 1
@@ -63,19 +63,19 @@ def leave(body: Callable[[], int | None]) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         code = ended
-    finally:  # nothing of a hostile program may return to the supervisor's code below us
+    finally:  # nothing of a hostile program may return to the supervisor's code below
         os._exit(code)
 
 
 def run_main(source: str) -> None:
-    """The program as `python program.py`."""
+    """Runs the program as `python program.py`."""
     sys.argv = [FILE_NAME]
     _run(source, "__main__", "")
 
 
 def serve(source: str, prelude: str, calls: int, replies: int) -> None:
-    """The program as a module whose functions are called from the other process, until the tests
-    are done.
+    """Runs the program as a module whose functions the other process calls, until the tests are
+    done.
     """
     names = _run(source, PROGRAM, prelude)
     objects: list[Any] = []
@@ -93,8 +93,8 @@ def serve(source: str, prelude: str, calls: int, replies: int) -> None:
 
 
 def run_tests(tests: int, replies: int, calls: int) -> int:
-    """The tests of a check of the reward `code`, against the program at the other end of the pipes.
-    0: passed; 1: failed.
+    """Runs the tests of a check of the reward `code`, against the program at the other end of the
+    pipes. 0: passed; 1: failed.
     """
     with os.fdopen(tests, "rb") as file:
         check = json.load(file)
@@ -113,7 +113,7 @@ def run_tests(tests: int, replies: int, calls: int) -> int:
 
 
 def _run(source: str, name: str, prelude: str) -> dict[str, Any]:
-    """The names that a program has defined when it has run as the module `name`."""
+    """The names that a program has defined after it ran as the module `name`."""
     sys.modules[name] = module = types.ModuleType(name)
     exec(prelude, module.__dict__)
     exec(compile(source, FILE_NAME, "exec"), module.__dict__)
@@ -121,8 +121,9 @@ def _run(source: str, name: str, prelude: str) -> dict[str, Any]:
 
 
 def _run_script(check: dict[str, Any], wire: Wire) -> None:
-    """The tests as the module `check["name"]`, then what calls its
-    functions, then its TestCases."""
+    """Runs the tests as the module `check["name"]`, then the calls of its functions, then its
+    TestCases.
+    """
     sys.argv = ["tests.py"]
     sys.modules[PROGRAM] = program = Program(wire)
     sys.modules[check["name"]] = module = types.ModuleType(check["name"])
@@ -133,7 +134,7 @@ def _run_script(check: dict[str, Any], wire: Wire) -> None:
         for name in check["imports"]:
             importlib.import_module(name)
         exec(compile(check["setup"], "setup.py", "exec"), names)
-    except Exception as error:  # the data set's fault: the program is not asked yet
+    except Exception as error:  # the data set's fault: the program was not called yet
         raise Unsupported(f"the tests do not run: {type(error).__name__}: {error}") from error
     program.__dict__.update({name: wire.evaluate(name) for name in check["names"] if name not in names})
     names |= {name: program.__dict__[name] for name in check["names"] if name not in names}
@@ -146,7 +147,7 @@ def _run_script(check: dict[str, Any], wire: Wire) -> None:
 
 
 def _run_cases(cases: list[Any]) -> None:
-    """unittest's TestCases; AssertionError when one fails."""
+    """Runs unittest's TestCases; AssertionError when one fails."""
     import unittest  # takes its time
 
     for case in cases:

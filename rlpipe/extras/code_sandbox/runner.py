@@ -1,5 +1,5 @@
-"""Our side of the sandbox: plans what of tests runs, says what this system lacks, starts the
-supervisor, reads its answers.
+"""The trusted side of the sandbox: plans the parts of tests that run, names what this system lacks,
+starts the supervisor, reads its answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
 }  # fmt: skip
 STOP_S = supervisor.SWEEP_S + 1.0
-GRACE_S = 30.0  # of the supervisor beyond a run's own time: it is ours, and busy machines are slow
+GRACE_S = 30.0  # of the supervisor beyond a run's own time: busy machines are slow
 UIDS_TRIED = 100
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FAILING_CALLS = {"fail", "raises", "exit", "_exit", "quit"}
@@ -42,12 +42,12 @@ SETUPS = ("setup_class", "setup_method")  # of pytest's classes
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; it says nothing about the program."""
+    """Raised when the sandbox itself failed, which says nothing about the program."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one run, and what it wrote (a tests' run: what the tests have to say).
+    """The end of one run, and its output (for a run of tests: the tests' message).
 
     `status`: "ok"; "error" (exit code not 0, or a signal; tests: one failed); "timeout"; "output"
     (wrote too much); "unsupported" (the tests themselves are at fault).
@@ -58,20 +58,19 @@ class Outcome:
 
 
 class Confinement(NamedTuple):
-    """The means that confine programs, in words; `is_full`: there is none that this system
-    lacks."""
+    """The means that confine programs, as text; `is_full`: True when this system lacks none."""
 
     name: str
     is_full: bool
 
 
 def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str, Any]]) -> Generator[Outcome]:
-    """Runs `source` once for each of `starts`; the outcomes as they come.
+    """Runs `source` once for each of `starts`; yields the outcomes as they come.
 
     Closing the generator ends the sandbox.
 
     A start is ("stdin", its input), or its tests as a JSON value: ("function", ...) or ("asserts",
-    ...). ValueError for tests that JSON has no number for (NaN); SandboxError when the sandbox
+    ...). ValueError for tests with a number that JSON lacks (NaN); SandboxError when the sandbox
     could not be set up or did not answer.
     """
     path, readable = _interpreter(python)
@@ -109,7 +108,8 @@ def run(python: str, limits: ProgramLimits, source: str, starts: list[tuple[str,
 @lru_cache(maxsize=8)
 def check_interpreter(python: str) -> Confinement:
     """Tries a program with this interpreter and returns its confinement; UserError when it did not
-    run, or was not confined."""
+    run, or was not confined.
+    """
     if reason := confinement.missing():
         raise UserError(
             f"reward code: this system cannot confine programs: {reason}. Run where it can, or score with a service of"
@@ -134,7 +134,9 @@ def check_interpreter(python: str) -> Confinement:
 
 
 def _lines(fd: int, timeout_s: float, count: int) -> Iterator[bytes]:
-    """`count` lines of a pipe; SandboxError when it ends before, or is silent for `timeout_s`."""
+    """Yields `count` lines of a pipe; SandboxError when it ends before, or is silent for
+    `timeout_s`.
+    """
     parts: list[bytes] = []
     while count:
         if not select.select([fd], [], [], timeout_s)[0]:
@@ -171,8 +173,8 @@ def _interpreter(python: str) -> tuple[list[str], list[str]]:
 
 
 def _claimed_uid(files: contextlib.ExitStack) -> tuple[int, int]:
-    """A uid that no other sandbox has as long as a socket is open, and that socket; for an ordinary
-    user its own uid.
+    """A uid that no other sandbox has while a socket is open, and that socket; for an ordinary user
+    its own uid.
     """
     uids = confinement.free_uids()
     claim = files.enter_context(socket.socket(socket.AF_UNIX))
@@ -194,12 +196,13 @@ def _memory_file(files: contextlib.ExitStack, content: bytes) -> int:
 
 
 class NoAssertion(ValueError):
-    """Tests that can fail no program."""
+    """Raised for tests that no program can fail."""
 
 
 class Plan(NamedTuple):
-    """The parts of tests written in Python that run: the module `name`; then check(entry_point),
-    the calls, unittest's cases."""
+    """The parts of tests in Python that run: the module `name`; then check(entry_point), the calls,
+    unittest's cases.
+    """
 
     name: str
     entry_point: str
@@ -211,8 +214,8 @@ def planned(tree: ast.Module, entry_point: str | None) -> Plan:
     """The plan of tests that runs all their assertions, also those in functions that the module
     itself never calls.
 
-    NoAssertion when none can run; ValueError for tests that want a runner with more to give, as
-    pytest's fixtures.
+    NoAssertion when none can run; ValueError for tests that need a larger test runner, such as one
+    with pytest's fixtures.
     """
     definitions = _definitions(tree)
     guarded = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
@@ -264,8 +267,9 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 
 def _reached(roots: Sequence[ast.AST], definitions: dict[str, list[ast.AST]]) -> tuple[bool, set[str]]:
-    """True when running these nodes may run an assertion that is heard; and the functions and
-    classes that they may use."""
+    """True when these nodes may run an assertion whose failure is seen; and the functions and
+    classes that they may use.
+    """
     asserts, seen = False, set[tuple[str, bool]]()
     pending = [(node, True) for node in roots]
     while pending:

@@ -1,15 +1,15 @@
 """The supervisor: a process of its own for one program, trusted and out of the program's reach.
 
-Starts it once for each run.
+Starts the program once for each run.
 
 Started by `runner` with a ProgramJob as JSON on stdin, answers on stdout: for each run a line
-{"status", "output"}. What a run is given comes as a file descriptor: so the expected results in a
-tests file never enter the memory that the program is forked from. It ends when nobody reads its
-answers.
+{"status", "output"}. The input of a run comes as a file descriptor: so the expected results in a
+tests file never enter the memory that the program is forked from. It ends when its answers are not
+read any more.
 
 It is two processes: one that serves the runs, and above it one that waits. SIGKILL to either leaves
-no process of a program: the upper one ends what the lower one has left; the lower one ends with the
-upper one, as process 1 of a namespace, or else goes on to the end.
+no process of a program: the upper one ends all that the lower one has left; the lower one ends with
+the upper one, as process 1 of a namespace, or else runs to its end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ SETUP_S = 20.0
 SWEEP_S = 30.0  # the kernel of a busy machine may need a while to end what is killed
 ANSWERS = 1  # the file descriptor
 READY = b"+"
-SHARING = 6  # our own processes that count against the limit where they share the program's uid
+SHARING = 6  # the supervisor's own processes: they count where they share the program's uid
 
 
 class ProgramJob(NamedTuple):
-    """A program, what it may do, and its runs: (kind, file
-    descriptor of its stdin or its tests)."""
+    """A program, its limits, and its runs: (kind, file descriptor of its stdin or its tests)."""
 
     limits: confinement.ProgramLimits
     source: str
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def _serve(job: ProgramJob, folder: str) -> None:
-    """Answers each run, until nobody reads the answers. Returns in both processes."""
+    """Answers each run, until the answers are not read any more. Returns in both processes."""
     os.mkdir(folder, 0o711)
     try:
         confinement.enter_namespaces(folder, job.limits.files_mb, job.readable)
@@ -128,10 +127,10 @@ def _run(job: ProgramJob, folder: str, kind: str, given: int, ends_s: float) -> 
 
 
 def _fork(job: ProgramJob, folder: str, standard: list[int], keep: list[int], body: Callable[[], int | None]) -> int:
-    """A confined process that runs `body` in a folder of its own, `standard` its stdin and stdout,
-    -1 for none.
+    """Starts a confined process that runs `body` in a folder of its own, with `standard` as its
+    stdin and stdout, -1 for none.
 
-    It writes READY to the first file of `keep` when all its limits hold, or what went wrong.
+    It writes READY to the first file of `keep` when all its limits hold, or else the error.
     """
     names = os.listdir(folder)
     num_others = len(names) if job.uid != os.getuid() else SHARING + _num_own_processes()
@@ -159,7 +158,9 @@ def _fork(job: ProgramJob, folder: str, standard: list[int], keep: list[int], bo
 
 
 def _keep_files(standard: list[int], keep: list[int]) -> None:
-    """Files 0 and 1 are `standard`, 2 is nowhere, those in `keep` stay, all others close."""
+    """Makes `standard` files 0 and 1 and /dev/null file 2, and closes all others except those in
+    `keep`.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for target, fd in enumerate([*standard, -1]):
         os.dup2(null if fd < 0 else fd, target)
@@ -178,7 +179,7 @@ def _num_own_processes() -> int:
 
 
 def _wait_ready(ready: int, count: int) -> None:
-    """Returns when `count` processes are confined; OSError with what one of them says."""
+    """Returns when `count` processes are confined; OSError with the message of one that failed."""
     words = b""
     while len(words) < count and select.select([ready], [], [], SETUP_S)[0] and (chunk := os.read(ready, CHUNK_BYTES)):
         words += chunk
@@ -187,14 +188,14 @@ def _wait_ready(ready: int, count: int) -> None:
 
 
 def _watch(main: int, reading: int, deadline_s: float) -> tuple[str, bytes]:
-    """Collects output until `main` ends: how, or which limit it exceeded."""
+    """Collects output until `main` ends; returns how it ended, or the limit that it exceeded."""
     output = bytearray()
     ended = os.pidfd_open(main)
     watched = [ANSWERS, ended, reading]
     status = "timeout"
     while status == "timeout" and (left_s := deadline_s - time.monotonic()) > 0:
         files = select.select(watched, [], [], left_s)[0]
-        # a pipe that one writes to is only then ready when nobody reads it any more
+        # the write end of a pipe is reported only when its reader is gone
         if ANSWERS in files:
             break
         if reading in files:
@@ -214,7 +215,7 @@ def _watch(main: int, reading: int, deadline_s: float) -> tuple[str, bytes]:
 def _sweep(uid: int) -> None:
     """Ends every process that the run has left.
 
-    We adopt all orphans, so none is left when we have no child.
+    The supervisor adopts all orphans, so none is left when it has no child.
     """
     deadline_s = time.monotonic() + SWEEP_S
     with suppress(ChildProcessError):
@@ -228,7 +229,7 @@ def _sweep(uid: int) -> None:
 
 
 def _kill(uid: int) -> None:
-    """SIGKILL to every process of the program, in one call, which no fork outruns."""
+    """Sends SIGKILL to every process of the program, in one call, which no fork can outrun."""
     if uid == os.getuid():
         with suppress(OSError):
             # Landlock lets us reach those below us only: `enter_supervisor` has tried it
@@ -242,7 +243,7 @@ def _kill(uid: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder and whatever a program has left there, deeper than Python recurses."""
+    """Removes a folder and its content, at depths beyond Python's recursion limit too."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:

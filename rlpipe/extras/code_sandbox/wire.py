@@ -1,8 +1,8 @@
 """The messages between a program and its tests, JSON lines of plain values, and the comparison of
-such values with what was expected.
+such values with expected ones.
 
-A value that is not plain stays in the program's process; the tests hold a `RemoteObject` that can
-be called and looked into. Where even that is not enough to tell right from wrong, the tests are
+A value that is not plain stays in the program's process; the tests hold a `RemoteObject`, which can
+be called and inspected. Where even that is not enough to tell right from wrong, the tests are
 `Unsupported`.
 """
 
@@ -60,9 +60,9 @@ REFLECTED = [f"__r{name}__" for name in OPERATORS[5:]]
 
 
 class Unsupported(BaseException):
-    """The tests need more than the wire carries.
+    """Raised when the tests need more than the wire can send.
 
-    No `except` of theirs hides it: `messages` are looked at when they are through.
+    An `except` in the tests cannot hide it: `messages` are checked when they end.
     """
 
     messages: ClassVar[list[str]] = []
@@ -82,11 +82,11 @@ class Wire:
         self._objects: dict[int, RemoteObject] = {}
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of ours among the program's names."""
+        """The value of an expression of rlpipe among the program's names."""
         return self.ask({"do": "evaluate", "text": expression})
 
     def ask(self, request: dict[str, Any], mutable: tuple[Any, ...] = ()) -> Any:
-        """The program's answer; arguments that it has changed in place are changed here too; its
+        """The program's answer; arguments that it changed in place are changed here too; its
         exceptions are raised here.
         """
         try:
@@ -106,8 +106,8 @@ class Wire:
             raise Unsupported("a result of the program is nested too deeply to be read") from None
 
     def exception(self, names: list[str]) -> type[Exception]:
-        """The exception with these names, its own and its bases'; one of the program's is made here
-        once, so that tests can catch it.
+        """The exception class with these names, its own and its bases'; one that the program
+        defines is made here once, so that tests can catch it.
         """
         kind = getattr(builtins, names[0], None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -118,14 +118,16 @@ class Wire:
         return self._exceptions[names[0]]
 
     def object(self, number: int, is_opaque: bool) -> RemoteObject:
-        """The program's object of this number: one here for one there."""
+        """The RemoteObject of the program's object with this number; the same number gives the same
+        object.
+        """
         return self._objects.setdefault(number, RemoteObject(self, number, is_opaque))
 
 
 class RemoteObject:
     """An object of the program, by number.
 
-    `is_opaque`: whether it equals a plain value cannot be known here.
+    `is_opaque`: True when it cannot be compared with a plain value here.
     """
 
     def __init__(self, wire: Wire, number: int, is_opaque: bool) -> None:
@@ -163,7 +165,7 @@ for _name in [*OPERATIONS, *BINARY, *REFLECTED]:
 
 
 class Iterated(list[Any]):
-    """The values that an iterator of the program has given; also an iterator itself."""
+    """The values that an iterator of the program has yielded; also an iterator itself."""
 
     def __next__(self) -> Any:
         if not self:
@@ -174,7 +176,8 @@ class Iterated(list[Any]):
 def encode(value: Any, objects: list[Any] | None = None) -> Any:
     """`value` as JSON.
 
-    Other objects are put into `objects`; without that list (the tests' end) they are Unsupported.
+    Other objects are put into `objects`; without that list (in the tests' process) they are
+    Unsupported.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -216,8 +219,9 @@ def _values(iterator: Iterable[Any]) -> list[Any]:
 
 
 def decode(value: Any, other: Wire | list[Any]) -> Any:
-    """The value that `encode` was given. An object is itself in the program's process (`other`
-    lists them), a RemoteObject in the tests'."""
+    """The value that was encoded. An object is itself in the program's process (`other` lists
+    them), a RemoteObject in the tests'.
+    """
     if isinstance(value, list):
         return [decode(part, other) for part in value]
     if not isinstance(value, dict):
@@ -237,8 +241,9 @@ def decode(value: Any, other: Wire | list[Any]) -> Any:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """True when a result is the expected JSON value. Tuples count as lists; an expected list of one
-    may also be that one alone (APPS writes both)."""
+    """True when a result equals the expected JSON value. Tuples count as lists; an expected list
+    with one value may also be that value alone (APPS writes both).
+    """
     plain = _as_json(value)
     return _equal(plain, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(plain, expected[0]))
 
@@ -254,8 +259,9 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def close(number: float, expected: float, rounded_by: float = 0.0) -> bool:
-    """True when a number is as expected: within FLOAT_TOLERANCE of it, within ZERO_TOLERANCE of 0,
-    or within `rounded_by`."""
+    """True when a number is within FLOAT_TOLERANCE of the expected one, within ZERO_TOLERANCE of 0,
+    or within `rounded_by`.
+    """
     absolute = max(rounded_by, 0.0 if expected else ZERO_TOLERANCE)
     try:
         return math.isfinite(expected) and math.isclose(number, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=absolute)
@@ -282,8 +288,9 @@ def _update(ours: Any, theirs: Any) -> None:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """True when two texts say the same, line by line and word by word; white space at the end of
-    lines and of the text is free."""
+    """True when two texts are equal line by line and word by word; white space at the end of lines
+    and of the text does not count.
+    """
     ours, theirs = (_lines(text) for text in (output, expected))
     return len(ours) == len(theirs) and all(
         len(our) == len(their) and all(map(_same_word, our, their)) for our, their in zip(ours, theirs, strict=True)

@@ -1,5 +1,6 @@
-"""rlpipe's own engine as a kind of engine: transformers on a CPU or one GPU, which speaks SGLang's
-protocol and samples the same bits again."""
+"""rlpipe's own engine as a kind of engine: transformers on a CPU or one GPU, with SGLang's
+protocol; it samples the same bits again.
+"""
 
 from __future__ import annotations
 

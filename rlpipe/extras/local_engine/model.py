@@ -1,9 +1,9 @@
-"""The model behind the engine: weights that are checked before they serve, and forward passes whose
+"""The model of the engine: weights that are checked before they serve, and forward passes whose
 shape depends on nothing but the request itself.
 
-A matrix product gives a row other bits when the number of rows changes. So a prompt is always
-computed in a block of `block_rows(P)` rows of P tokens, and a decode step always runs all slots of
-its bucket; unused rows are padding.
+A matrix product computes other bits for a row when the number of rows changes. So a prompt is
+always computed in a block of `block_rows(P)` rows of P tokens, and a decode step always runs all
+slots of its bucket; unused rows are padding.
 
 Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
 length, D head size, V vocabulary, K kept positions.
@@ -52,15 +52,15 @@ def round_up(value: int, step: int) -> int:
 
 
 def block_rows(padded: int) -> int:
-    """Prompts computed together when padded to `padded` tokens."""
+    """The number of prompts that are computed together when padded to `padded` tokens."""
     return max(1, BLOCK_TOKENS // padded)
 
 
 def slot_count(bucket: int, requests_max: int = SLOTS_MAX) -> int:
-    """Slots that decode together in a bucket of `bucket` tokens: a power of two, enough for
-    `requests_max` if there may be so many.
+    """The number of slots that decode together in a bucket of `bucket` tokens: a power of two,
+    enough for `requests_max` where so many fit.
 
-    Every slot computes, busy or not, so there are no more than requests can come at once.
+    Every slot computes, used or not, so there are no more than requests can come at once.
     """
     fit = 1 << max(1, SLOT_TOKENS_MAX // bucket).bit_length() - 1
     wanted = 1 << (requests_max - 1).bit_length()
@@ -111,7 +111,7 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
-        # memory that was given back, and its bytes
+        # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
         text_config = config.get_text_config()
@@ -144,7 +144,7 @@ class LocalModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """From generation_config.json, else from the config."""
+        """The end tokens of generation_config.json, else of the config."""
         path = Path(self.folder) / "generation_config.json"
         saved = json.loads(path.read_text()) if path.is_file() else {}
         value = saved.get("eos_token_id", self.lm.config.get_text_config().eos_token_id)
@@ -157,8 +157,8 @@ class LocalModel:
         )
 
     def _difference(self) -> float:
-        """Mean |difference| of logprobs, computed as a request's are, to those of the model's own
-        forward pass of the same text.
+        """Mean |difference| between the logprobs of a request and those of the model's own forward
+        pass of the same text.
         """
         tokens = tuple(index * 7919 % self.vocab_size for index in range(PROVEN_TOKENS))
         with small_windows(self.lm.config):
@@ -176,8 +176,8 @@ class LocalModel:
         return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
 
     def reload(self, folder: str) -> None:
-        """Puts a folder's weights in place; UserError, with the old weights untouched, when it does
-        not fit.
+        """Loads a folder's weights; UserError, with the old weights untouched, when they do not
+        fit.
         """
         old, new = self.lm.config.to_dict(), read_config(folder).to_dict()
         differ = sorted(
@@ -190,17 +190,17 @@ class LocalModel:
 
     @property
     def released(self) -> bool:
-        """True when the model's weights are gone: nothing but `resume` may be called on it."""
+        """True when the model's weights are freed: only `resume` may be called then."""
         return bool(self._sizes)
 
     def release(self) -> None:
-        """Gives the memory of its weights back."""
+        """Frees the memory of its weights."""
         pieces = storages_of(tensors_of(self.lm).values())
         self._sizes = [(piece, piece.nbytes()) for piece in pieces]
         free(pieces)
 
     def resume(self) -> None:
-        """Takes the memory again, and reads the weights that it had out of their folder."""
+        """Allocates the memory again, and reads the same weights from their folder."""
         for piece, size in self._sizes:
             piece.resize_(size)
         self._load(self.folder)
@@ -214,7 +214,7 @@ class LocalModel:
             recorded.weights_changed()
 
     def checksums(self) -> tuple[dict[str, str], str]:
-        """sha256 of every tensor that serves, by name, and one over all of them."""
+        """The sha256 of every tensor that serves, by name, and one over all of them."""
         by_name = {
             name: hashlib.sha256(_copied(tensor).numpy().tobytes()).hexdigest()
             for name, tensor in sorted(tensors_of(self.lm).items())
@@ -262,7 +262,7 @@ class LocalModel:
         return output.logits, cache
 
     def empty_slots(self, slots: int, bucket: int) -> Tensor:
-        """Keys and values [N, 2, S, H, L, D] of slots that hold nothing."""
+        """Keys and values [N, 2, S, H, L, D] of empty slots."""
         layers, _, _, heads, _, head_size = self.kv_shape
         # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
         return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
@@ -288,14 +288,14 @@ class LocalModel:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in main memory of their own: memory that numpy has seen can never be
-    released.
+    """The bytes of a tensor in newly allocated main memory: memory that numpy has used can never be
+    freed.
     """
     return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone()
 
 
 def read_config(folder: str) -> PretrainedConfig:
-    """The config of a folder in HF format; UserError when it has none that is known."""
+    """The config of a folder in HF format; UserError when it has none of a known type."""
     try:
         return hf_config(folder_config(Path(folder)))
     except UserError as error:
@@ -303,8 +303,8 @@ def read_config(folder: str) -> PretrainedConfig:
 
 
 def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
-    """All tensors of a folder, by the names of `lm`; UserError naming what is torn, missing,
-    unknown or misshapen.
+    """All tensors of a folder, by the names of `lm`; UserError naming those that are damaged,
+    missing, unknown or of another shape.
     """
     try:
         checkpoint = Checkpoint(str(folder), local_files(folder), lm)

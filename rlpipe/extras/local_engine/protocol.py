@@ -1,4 +1,4 @@
-"""The words of /generate: requests in, answers out. No torch."""
+"""The messages of /generate: requests in, answers out. No torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ABORTED_WAITING: FinishReason = {"type": "abort", "message": "Abort in waiting q
 
 
 class BadRequest(ValueError):
-    """A request that is answered with 400.
+    """Raised for a request that is answered with 400.
 
-    SGLang gives three shapes: to a value out of bounds, to a field of the wrong type or that nobody
-    knows, to a body that is no JSON or not of the route's form.
+    SGLang answers in three forms: for a value out of bounds; for a field of the wrong type or with
+    an unknown name; for a body that is no JSON or not of the route's form.
     """
 
     def __init__(self, message: str, fault: Literal["value", "type", "body"] = "value") -> None:
@@ -81,8 +81,8 @@ class GenerateBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_batch(cls, body: Any) -> Any:
-        """A prompt alone becomes a batch of one; sampling_params that are given once are
-        everybody's.
+        """Turns a single prompt into a batch of one; sampling_params that are given once hold for
+        all prompts.
         """
         prompts = body.get("input_ids") if isinstance(body, dict) else None
         if not isinstance(prompts, list):
@@ -118,7 +118,8 @@ class AbortBody(BaseModel):
 
 class UpdateBody(BaseModel):
     """The body of /update_weights_from_disk. The cache is always flushed, whatever `flush_cache`
-    says: it belongs to the old weights."""
+    says: it belongs to the old weights.
+    """
 
     model_path: str
     weight_version: str | None = None
@@ -144,7 +145,7 @@ class ModelLimits:
 
 @dataclass(eq=False)
 class SamplingJob:
-    """One completion in the making.
+    """One completion in progress.
 
     `versions`: the weight version under which each token was sampled.
     """
@@ -190,7 +191,7 @@ class SamplingJob:
 class Call:
     """One HTTP request: its jobs, answered together or each in a stream.
 
-    `on_finish`: told of each that ends.
+    `on_finish`: called with each job that ends.
     """
 
     return_logprob: bool
@@ -204,9 +205,7 @@ class Call:
 
 
 def parse_body(form: type[Form], body: Any) -> Form:
-    """A body as what its route takes; BadRequest with field, value and what is wrong with it
-    otherwise.
-    """
+    """A body in its route's form; BadRequest with field, value and fault otherwise."""
     try:
         return form.model_validate(body)
     except ValidationError as error:
@@ -222,7 +221,7 @@ def parse_body(form: type[Form], body: Any) -> Form:
 def parse_generate(body: Any, limits: ModelLimits, new_id: str, new_seed: int) -> Call:
     """A checked request; BadRequest with field and value otherwise.
 
-    `new_id` and `new_seed` stand in for missing ones.
+    `new_id` and `new_seed` are used where the request has none.
     """
     request = parse_body(GenerateBody, body)
     batch = isinstance(body["input_ids"][0], list)
@@ -272,7 +271,8 @@ def answer(call: Call) -> object:
 
 def news(call: Call, num_said: dict[SamplingJob, int]) -> Iterator[dict[str, Any]]:
     """Yields the new tokens of each job, as SGLang does with --incremental-streaming-output.
-    `num_said`: the number of tokens sent before, per job, updated here; -1 when all are sent."""
+    `num_said`: the number of tokens sent before, per job, updated here; -1 when all are sent.
+    """
     for index, job in enumerate(call.jobs):
         # the scheduler goes on meanwhile: the reason is set last of all, a
         # version after its token and logprob

@@ -1,8 +1,9 @@
-"""Forward passes recorded as graphs, so that a step of a small model is not spent in Python.
+"""Forward passes recorded as graphs, so that a step of a small model does not spend its time in
+Python.
 
-A graph holds the very operations that the model's code called, in their order: its results have the
-same bits. That is proved on the data of a request, after every load of weights. A model whose code
-looks at values keeps running its code.
+A graph holds the same operations that the model's code called, in their order, so its results have
+the same bits. That is verified on the data of a request, after every load of weights. A model whose
+code reads values is not recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RECORD_AFTER = 32  # calls: to record costs about as much as a graph saves in as
 
 
 class Recorded:
-    """A function of tensors of fixed shapes, which gives one tensor, and may be called twice with
+    """A function of tensors of fixed shapes that returns one tensor, and may be called twice with
     the same ones.
     """
 
@@ -44,13 +45,13 @@ class Recorded:
             return outcome
 
     def weights_changed(self) -> None:
-        """Its next call proves the graph again."""
+        """Makes the next call verify the graph again."""
         if self._graph is not None:
             self.proven, self._calls = False, RECORD_AFTER - 1
 
     def _prove(self, tensors: tuple[Tensor, ...], expected: Tensor) -> None:
-        """Records the function if need be; the graph is used from now on if it gives the bits that
-        are expected.
+        """Records the function if need be; the graph is used from now on if it computes the
+        expected bits.
         """
         try:
             if self._graph is None:
@@ -66,7 +67,7 @@ class Recorded:
 
 
 class _ValuesUnseen(TorchDispatchMode):
-    """RuntimeError where a tensor's values become a number or a truth in Python: a graph would hold
+    """RuntimeError where a tensor's values become a number or a bool in Python: a graph would keep
     those of one call.
     """
 

@@ -1,5 +1,5 @@
-"""The thread that owns the model: takes requests and control calls from an inbox, runs what waits
-together, in steps.
+"""The thread that owns the model: takes requests and control calls from an inbox, and runs waiting
+requests together, in steps.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PREFIX_BYTES_MAX = 256 << 20
 
 
 class PrefixStore:
-    """Computed prompts by their tokens, bounded in bytes, oldest out first.
+    """Computed prompts by their tokens, bounded in bytes; the oldest are dropped first.
 
-    Exact prompts only: a prefix would be another shape.
+    Equal prompts only: a prefix would have another shape.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class PrefixStore:
         return self._rows.get(prompt)
 
     def add(self, block: PrefixBlock) -> None:
-        """Keeps a block; the oldest ones make room, never the new one."""
+        """Keeps a block; the oldest ones are dropped to make room, never the new one."""
         assert not any(prompt in self._rows for prompt in block.prompts), "a prompt is computed once"
         while self._rows and self._bytes + block.num_bytes > PREFIX_BYTES_MAX:
             oldest, _ = next(iter(self._rows.values()))  # rows are in the order of their blocks
@@ -81,7 +81,7 @@ class Scheduler:
     def run(self) -> None:
         """The thread's main function; returns after `stop`.
 
-        Any fault but a refused request ends the process (`server.py`).
+        Any error but a refused request ends the process (`server.py`).
         """
         torch.set_num_threads(self.threads)
         assert torch.get_num_threads() == self.threads, "results depend on the number of threads"
@@ -113,8 +113,8 @@ class Scheduler:
     # requests
 
     def submit(self, call: Call) -> None:
-        """Takes a call's jobs, `call.answered` when all are finished; BadRequest for a request id
-        that is in use.
+        """Adds a call's jobs, and sets `call.answered` when all are finished; BadRequest for a
+        request id that is in use.
         """
         if taken := [job.rid for job in call.jobs if job.rid in self.live]:
             raise BadRequest(f"Duplicate request ID detected: {taken[0]}")
@@ -127,10 +127,10 @@ class Scheduler:
             self.waiting[_bucket(job)].append(job)
 
     def abort(self, rid: str | None) -> None:
-        """Ends the job called `rid`, or everything (None), with the tokens so far.
+        """Ends the job called `rid`, or all jobs (None), with the tokens so far.
 
-        As in SGLang, a live `rid` takes along every rid that it is a prefix of, and one that is not
-        live ends nothing.
+        As in SGLang, a `rid` in use also ends each rid that it is a prefix of, and an unused one
+        ends nothing.
         """
         if rid is None or rid in self.live:
             self.abort_jobs([job for name, job in self.live.items() if name.startswith(rid or "")])
@@ -151,7 +151,7 @@ class Scheduler:
     # control
 
     def pause(self, mode: str) -> None:
-        """Stops stepping. abort: everything ends; retract: running jobs wait to be computed anew;
+        """Stops the steps. abort: all jobs end; retract: running jobs wait to be computed again;
         in_place: they stay.
         """
         assert mode in ("abort", "retract", "in_place"), mode
@@ -165,7 +165,7 @@ class Scheduler:
         self.paused = None
 
     def release(self) -> None:
-        """Gives back the memory of weights, slots and computed prompts.
+        """Frees the memory of weights, slots and computed prompts.
 
         UserError while there are requests.
         """
@@ -191,9 +191,9 @@ class Scheduler:
             raise UserError("the memory of the weights is released: resume it first")
 
     def update_weights(self, folder: str, version: str | None) -> None:
-        """Puts new weights in place.
+        """Loads new weights.
 
-        UserError, nothing changed, when they do not fit or running jobs forbid a flush.
+        UserError, with nothing changed, when they do not fit or running jobs forbid a flush.
         """
         self._check_present()
         if self._running() and self.paused == "in_place":
@@ -206,7 +206,7 @@ class Scheduler:
         self.weight_version = self.weight_version if version is None else version
 
     def flush(self) -> bool:
-        """Forgets computed prompts; false, with nothing done, while requests run."""
+        """Drops computed prompts; False, with nothing done, while requests run."""
         if self._running():
             return False
         self.prefixes = PrefixStore()
@@ -232,7 +232,7 @@ class Scheduler:
     # steps
 
     def step(self) -> None:
-        """Admits what fits, samples one token for every running job and decodes it."""
+        """Admits waiting jobs that fit, samples one token for every running job and decodes it."""
         last_arrival = self._open_pools()
         for bucket, pool in self.pools.items():
             self._admit(pool, self.waiting[bucket], last_arrival)
@@ -246,8 +246,8 @@ class Scheduler:
                 pool.decode()
 
     def _open_pools(self) -> int | None:
-        """Makes a pool for every bucket that waits, oldest first; when all are in use, the arrival
-        after which none is admitted.
+        """Makes a pool for every bucket that has waiting jobs, oldest first; when all pools are in
+        use, returns the arrival after which no job is admitted.
         """
         wanted = sorted(
             (jobs[0].arrival, bucket) for bucket, jobs in self.waiting.items() if jobs and bucket not in self.pools
@@ -275,8 +275,8 @@ class Scheduler:
                 pool.admit(job, *self._prefix(job, jobs))
 
     def _prefix(self, job: SamplingJob, others: deque[SamplingJob]) -> tuple[PrefixBlock, int]:
-        """The computed prompt of a job; computes it if need be, in a block filled up with prompts
-        that wait behind it.
+        """The computed prompt of a job; computes it if need be, in a block filled up with the
+        prompts of later waiting jobs.
         """
         known = self.prefixes.get(job.prefix)
         if job.cached_tokens is None:

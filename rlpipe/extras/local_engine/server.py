@@ -48,9 +48,9 @@ THREADS = ", ".join(map(str, LOCAL_THREADS))
 
 
 class Routes:
-    """Handlers before a scheduler.
+    """The HTTP handlers of the scheduler.
 
-    Lives on the event loop. Two keys: the API key samples, the admin key controls.
+    Runs on the event loop. Two keys: the API key samples, the admin key controls.
     """
 
     def __init__(self, scheduler: Scheduler, limits: protocol.ModelLimits, api_key: str, admin_api_key: str) -> None:
@@ -83,9 +83,9 @@ class Routes:
         return app
 
     def key_wanted(self, path: str) -> str:
-        """The key that a path takes; empty when it is open.
+        """The key that a path needs; empty when it is open.
 
-        With one key set, that key opens everything it guards.
+        If only one key is set, it opens all paths that it guards.
         """
         if path in self.open:
             return ""
@@ -93,7 +93,7 @@ class Routes:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """401 to requests without the key that their path takes, 400 to those that are refused."""
+        """Answers 401 to requests without the key of their path, 400 to refused ones."""
         if not key_fits(request.headers.get("Authorization", ""), self.key_wanted(request.path)):
             return web.json_response({"error": "Unauthorized"}, status=401)
         try:
@@ -109,8 +109,8 @@ class Routes:
     # sampling
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answers when all jobs of the call are finished, or as they go on; a caller that goes away
-        ends them.
+        """Answers when all jobs of the call are finished, or streams them; a client that
+        disconnects ends them.
         """
         call = protocol.parse_generate(await _json(request), self.limits, f"local-{next(self._ids)}", next(self._seeds))
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -138,7 +138,7 @@ class Routes:
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
     async def abort(self, request: web.Request) -> web.Response:
-        """200 whether or not there was something to end."""
+        """Answers 200, also when there was no such job."""
         body = protocol.parse_body(protocol.AbortBody, await _json(request))
         await self._ask(lambda: self.scheduler.abort(None if body.abort_all else body.rid))
         return web.Response()
@@ -183,8 +183,8 @@ class Routes:
     # state
 
     async def health(self, _: web.Request) -> web.Response:
-        """503 when the scheduler has not finished a step for a minute, or a pause does not end: it
-        is waited for, as in SGLang.
+        """Answers 503 when the scheduler has not finished a step for a minute, or when the engine
+        is still paused after HEALTH_TIMEOUT_S; as in SGLang, the end of a pause is waited for.
         """
         deadline_s = time.monotonic() + HEALTH_TIMEOUT_S
         while self.scheduler.paused is not None and time.monotonic() < deadline_s:
@@ -223,7 +223,7 @@ class Routes:
 
 
 async def _stream(request: web.Request, call: protocol.Call, ended: asyncio.Event) -> web.StreamResponse:
-    """Server-sent events: each job as soon as it ends, and what is new of the others every
+    """Server-sent events: each job as soon as it ends, and the new tokens of the others every
     `STREAM_S`.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -298,8 +298,8 @@ def main(
 
 
 def end_process(fault: threading.ExceptHookArgs) -> None:
-    """A server without its scheduler would accept requests forever: better that it is seen dead and
-    restarted.
+    """Ends the process: a server without its scheduler would accept requests forever, while a dead
+    one is seen and restarted.
     """
     threading.__excepthook__(fault)
     os._exit(1)

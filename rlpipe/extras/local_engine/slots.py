@@ -1,4 +1,4 @@
-"""The slots of one bucket: requests that decode together, and how a token of each is sampled.
+"""The slots of one bucket: requests that decode together, and the sampling of a token for each.
 
 The uniform of a token depends only on the request's seed and the token's index in its completion.
 
@@ -39,8 +39,8 @@ class SlotPool:
         self.settings_S = no_settings(num_slots)
 
     def admit(self, job: SamplingJob, block: PrefixBlock, row: int) -> None:
-        """Gives a job a free slot, its prompt's keys, values and logits copied from a computed
-        block.
+        """Puts a job into a free slot, with its prompt's keys, values and logits copied from a
+        computed block.
         """
         padded = block.kv_N2RHPD.shape[4]
         assert padded <= self.bucket, "a prompt longer than its bucket"
@@ -89,7 +89,7 @@ class SlotPool:
 
 
 def no_settings(num_slots: int) -> np.ndarray:
-    """The settings of slots when nothing is asked of them: every token at temperature 1."""
+    """The settings of unused slots: every token at temperature 1."""
     return np.full(num_slots, np.array((0, 1.0, 1.0, TOP_K_OFF), dtype=SETTINGS))
 
 
@@ -141,7 +141,9 @@ def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarra
 
 
 def _filtered(probs_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
-    """Zeroes what top-k and top-p leave out; a slot without either keeps its exact bits."""
+    """Sets the probabilities outside of top-k and top-p to 0; a slot without either keeps its exact
+    bits.
+    """
     sorted_SV, order_SV = probs_SV.sort(dim=-1, descending=True, stable=True)
     before_SV = sorted_SV.cumsum(-1) - sorted_SV
     rank_V = torch.arange(probs_SV.shape[1], device=probs_SV.device)

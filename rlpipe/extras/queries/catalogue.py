@@ -1,8 +1,9 @@
 """The artifacts of all runs of a store, for queries: each that a manifest names, and its run.
 
 Reads manifests and records only; no config is checked, so runs of other versions are listed too.
-What is damaged is named in `faults`, and left out. An iteration belongs to the run that committed
-it. An iteration that a fork redoes has, under the fork's name, also what the fork shares of it.
+Damaged artifacts are named in `faults`, and left out. An iteration belongs to the run that
+committed it. An iteration that a fork redoes also has the artifacts that the fork shares of it,
+under the fork's name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Place:
-    """An artifact in the store: of which run, phase, iteration and stage."""
+    """The place of an artifact in the store: run, phase, iteration and stage."""
 
     run: str
     phase: str
@@ -48,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as its folder has it."""
+    """A run as stored in its folder."""
 
     name: str
     record: RunRecord
@@ -59,7 +60,7 @@ class StoredRun:
 
     @property
     def redone(self) -> int | None:
-        """The iteration that a fork does again from what its parent stored of it."""
+        """The iteration that a fork redoes from its parent's stored artifacts."""
         fork = self.record.fork
         return fork.at if fork and fork.redo else None
 
@@ -72,8 +73,8 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class StoredArtifact:
-    """A committed artifact, and the run that its rows are shown under: not always the one that made
-    it (`place.run`).
+    """A committed artifact, and the run under which its rows are shown: not always the run that
+    made it (`place.run`).
     """
 
     run: str
@@ -84,9 +85,9 @@ class StoredArtifact:
 
 
 class Catalogue:
-    """The runs of a store that were asked for, and those that they were forked from.
+    """The requested runs of a store, and those that they were forked from.
 
-    A document is read once.
+    Each document is read once.
     """
 
     def __init__(self, store: Store, names: Sequence[str] = ()) -> None:
@@ -124,7 +125,7 @@ class Catalogue:
             return list(threads.map(guarded, entries))
 
     def _load(self, name: str) -> StoredRun | None:
-        """None for a folder in which no run was begun."""
+        """The run in a folder; None where no run was begun."""
         root = f"runs/{name}/"
         keys = self.store.list(f"runs/{name}")
         if record_key(name) not in keys:
@@ -149,8 +150,8 @@ class Catalogue:
         )
 
     def owner(self, run: StoredRun, iteration: int, kind: str = "") -> StoredRun | None:
-        """The run that made an iteration of RL, or a kind of artifact of it; None when the run that
-        it was forked from is not there.
+        """The run that made an RL iteration, or a kind of artifact of it; None when the run that it
+        was forked from is missing.
         """
         passed: set[str] = set()
         while run.record.fork is not None:
@@ -170,9 +171,7 @@ class Catalogue:
         return run
 
     def maker(self, artifact: StoredArtifact, kind: str) -> str:
-        """The name of the run that made this kind of artifact of the iteration that an artifact is
-        of.
-        """
+        """The name of the run that made this kind of artifact, for the iteration of `artifact`."""
         owner = self.owner(self._runs[artifact.run], artifact.place.iteration, kind)
         return owner.name if owner else artifact.run
 
@@ -193,7 +192,9 @@ class Catalogue:
         return [replace(artifact, run=name) for name, artifact in entries if artifact]
 
     def _shared(self, run: StoredRun, kinds: Sequence[str]) -> list[tuple[str, Place]]:
-        """The folders and places of what a fork shares of the iteration that it redoes."""
+        """The folders and places of the artifacts that a fork shares of the iteration that it
+        redoes.
+        """
         if run.redone is None:
             return []
         fork, shared = run.record.fork, []
@@ -219,8 +220,9 @@ class Catalogue:
         return StoredArtifact(place.run, place, folder, ref.sha256, manifest)
 
     def file(self, artifact: StoredArtifact, plain_name: str) -> tuple[str, int] | None:
-        """(key, bytes) of one of its files; None when it is not
-        there, which is named in `faults`."""
+        """(key, bytes) of one of its files; None when the file is missing, which is named in
+        `faults`.
+        """
         try:
             record = artifact.manifest.file(plain_name)
         except StoreError as error:

@@ -22,8 +22,8 @@ NOTHING = "-"
 def answer_lines(answer: Answer, kind: Format, rows_max: int) -> Iterator[str]:
     """The lines of an answer.
 
-    A table has at most `rows_max` rows, long cells are cut in it; CSV and JSON (an object a line)
-    have all of it.
+    A table has at most `rows_max` rows, with long cells cut; CSV and JSON (an object a line) have
+    all of it.
     """
     return {"table": lambda: _table(answer, rows_max), "csv": lambda: _csv(answer), "json": lambda: _json(answer)}[
         kind
@@ -58,7 +58,7 @@ def _cell(value: Any) -> str:
 
 
 def _csv(answer: Answer) -> Iterator[str]:
-    """None is an empty field; lists, maps and structs are JSON."""
+    """The lines as CSV. None is an empty field; lists, maps and structs are JSON."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="")
     for row in chain([answer.columns], answer.rows):
@@ -77,7 +77,7 @@ def _json(answer: Answer) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: a decimal number is a number."""
+    """A value as JSON has it: a decimal becomes a number."""
     return float(value) if isinstance(value, Decimal) else plain_json(value)
 
 

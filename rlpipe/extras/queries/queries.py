@@ -1,8 +1,8 @@
-"""SQL over all runs of a store (`rlpipe sql`): what manifests name, as views of DuckDB
+"""SQL over all runs of a store (`rlpipe sql`): the committed artifacts as views of DuckDB
 (docs/queries.md has their columns).
 
-pyarrow reads the Parquet files, DuckDB asks it for columns and rows: so `s3://` needs no extension,
-and DuckDB itself opens no file at all.
+pyarrow reads the Parquet files, DuckDB requests columns and rows from it: so `s3://` needs no
+extension, and DuckDB itself opens no file at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENVIRONMENT = "cast(nullif(environment, '') as json) as environment"
 
 @dataclass(frozen=True)
 class View:
-    """A view: its SQL, and what it is made of (rlpipe/extras/queries/tables.py)."""
+    """A view: its SQL, and its sources (rlpipe/extras/queries/tables.py)."""
 
     sql: str
     sources: tuple[str, ...]
@@ -95,11 +95,12 @@ class Answer:
 
 
 class Queries:
-    """The views of a store. `faults`: what is damaged of what was read, and was left out."""
+    """The views of a store. `faults`: damaged files that were left out."""
 
     def __init__(self, store: Store, names: Sequence[str] = ()) -> None:
-        """Takes all runs of the store, or those called `names`; UserError when there is none of
-        that name."""
+        """Takes all runs of the store, or those called `names`; UserError when one does not
+        exist.
+        """
         self._store, self._catalogue = store, Catalogue(store, names)
         self._tables = Tables(self._catalogue)
 
@@ -109,7 +110,7 @@ class Queries:
 
     def ask(self, sql: str) -> Answer:
         """The answer of one SELECT, DESCRIBE, SHOW or EXPLAIN; UserError with DuckDB's reason for
-        what is none, or is faulty.
+        another statement, or a faulty one.
 
         It can neither write nor read a file: DuckDB has no access to any, and its settings are
         locked.
@@ -134,8 +135,9 @@ class Queries:
         return Answer([entry[0] for entry in described], [str(entry[1]) for entry in described], self._rows(result))
 
     def _create_views(self, connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-        """Creates the views that the query may speak of. They are found by its words, not by its
-        tables: a name in a text that is run as SQL counts too."""
+        """Creates the views that the query may name. They are found by its words, not by its
+        tables: a name in a text that is run as SQL counts too.
+        """
         words = set(re.findall(r"\w+", sql.lower()))
         named = {name: view for name, view in VIEWS.items() if name in words or words & set(view.sources)} or VIEWS
         for source in dict.fromkeys(source for view in named.values() for source in view.sources):

@@ -1,7 +1,7 @@
-"""The sources of the views of `rlpipe sql`: small tables of what documents say, and the Parquet
-files of a kind of artifact as one dataset.
+"""The sources of the views of `rlpipe sql`: small tables made from documents, and the Parquet files
+of a kind of artifact as one dataset.
 
-A file carries labels (run, iteration, round): one whose labels a query rules out is not opened.
+A file has labels (run, iteration, round): a file whose labels a query excludes is not opened.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _placed(artifact: StoredArtifact) -> Labels:
 
 
 def _moment(text: str) -> datetime | None:
-    """A time in UTC; None for what is none."""
+    """A time in UTC; None for text that is not a time."""
     try:
         return moment_of(text, "a document").astimezone(UTC).replace(tzinfo=None)
     except StoreError:

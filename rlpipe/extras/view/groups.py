@@ -1,5 +1,5 @@
-"""The groups of an iteration or of an evaluation: their rollouts and rewards, and what became of
-them.
+"""The groups of an iteration or of an evaluation: their rollouts and rewards, and if they were
+trained or dropped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ShownRollout:
 
 @dataclass(frozen=True)
 class TrainedRollout:
-    """The data that the batch adds to a rollout; its mask is the one that was trained with."""
+    """The data that the batch adds to a rollout; its mask is the one of the training."""
 
     group_index: Int32
     rollout_index: Int32
@@ -98,7 +98,7 @@ class GroupLine:
 @dataclass(frozen=True)
 class GroupFiles:
     """The groups of an iteration, as far as they are scored, or of an evaluation: the files that
-    have them.
+    hold them.
     """
 
     library: Library
@@ -118,12 +118,12 @@ class GroupFiles:
 
     @property
     def title(self) -> str:
-        """As a person calls it."""
+        """The title for a person."""
         return f"iteration {self.number}" if self.place == "iterations" else f"evaluation of version {self.number}"
 
     @property
     def crumbs(self) -> list[list[str]]:
-        """The way to its page: names and addresses."""
+        """The path to its page: names and addresses."""
         home = f"/runs/{self.run.name}"
         above = [["evaluations", f"{home}/evaluations"]] if self.place == "evaluations" else []
         return [[self.run.name, home], *above, [self.title, f"{home}/{self.path}"]]
@@ -148,7 +148,9 @@ class GroupFiles:
         return "evaluated" if self.place == "evaluations" else "left out" if self.batch else "not filtered yet"
 
     def _fates(self) -> dict[int, tuple[str, str]]:
-        """group_index -> what became of it, and why it was dropped."""
+        """group_index -> the fate of the group (trained, dropped, ...), and the reason why it was
+        dropped.
+        """
         if self.batch is None:
             return {}
         named, fates = {record.plain_name for record in self.batch[1].files}, dict[int, tuple[str, str]]()
@@ -161,7 +163,7 @@ class GroupFiles:
         }
 
     def fate(self, group_index: int) -> tuple[str, str]:
-        """The fate of a group (trained, dropped, ...), and why it was dropped."""
+        """The fate of a group (trained, dropped, ...), and the reason why it was dropped."""
         return self._fates().get(group_index, (self._otherwise, ""))
 
     def rollouts(self, group_index: int) -> list[ShownRollout]:
@@ -196,7 +198,7 @@ class GroupFiles:
 
     @property
     def sampled_by(self) -> Run:
-        """The run whose settings they were sampled with: this one, or an ancestor."""
+        """The run whose settings the rollouts were sampled with: this one, or an ancestor."""
         if self.place == "iterations":
             return self.run.owner("rl", self.number, "rollouts")
         return self.run.owner(*self.run.policy_place(self.number), "evaluation")
@@ -207,7 +209,7 @@ class GroupFiles:
         return beside(group_index, {index for table in tables for index in table["group_index"].unique().to_pylist()})
 
     def trained(self, group_index: int) -> dict[int, TrainedRollout]:
-        """rollout_index -> what the batch says of it, for those that are trained."""
+        """rollout_index -> the batch's data, for the rollouts that are trained."""
         if self.batch is None:
             return {}
         rows = self.library.rows(CommittedFile.of(self.batch, "batch.parquet"), TrainedRollout, group_index)
@@ -232,7 +234,7 @@ class GroupFiles:
 
 
 def beside(number: int, known: set[int]) -> tuple[int | None, int | None]:
-    """The number before and the one after, of those that are known."""
+    """The known numbers before and after `number`."""
     return max((k for k in known if k < number), default=None), min((k for k in known if k > number), default=None)
 
 

@@ -1,5 +1,5 @@
-"""The reads of pages from a store, few and small: records, manifests, and of a Parquet file the
-columns that a page shows.
+"""The reads of pages from a store, few and small: records, manifests, and the columns of a Parquet
+file that a page shows.
 
 Committed files never change, so records and tables are kept in memory. Files are not hashed here:
 `rlpipe verify` does that.
@@ -70,7 +70,9 @@ RunCurves = dict[str, Points]
 
 
 class Library:
-    """A store, and what was read of it. Its methods may be called from several threads."""
+    """A store, and the data that was read from it. Its methods may be called from several
+    threads.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -79,13 +81,13 @@ class Library:
         self._lock = threading.Lock()
 
     def run(self, name: str) -> Run:
-        """UserError listing the runs when there is none of that name."""
+        """The run of that name; UserError listing the runs when there is none."""
         return open_existing(self.store, name)
 
     def records(self, run: Run) -> list[IterationRecord]:
         """The records of all committed iterations.
 
-        Those that were read before are not read again, unless the run is another one now.
+        Records that were read before are not read again, unless the run was replaced meanwhile.
         """
         count, known = run.num_iterations, self._records.get(run.name, [])
         if len(known) > count or (known and run.record(len(known) - 1) != known[-1]):
@@ -97,8 +99,8 @@ class Library:
 
     def curves(self, run: Run) -> RunCurves:
         """Every metric of a run: of its committed iterations, of SFT, and of the evaluations that
-        are known without a listing of the store: those of iterations, and of what SFT and RL began
-        from and the newest version, also where `rlpipe evaluate` made them.
+        are known without a listing of the store: those of iterations, of the start of SFT and RL
+        and of the newest version, also where `rlpipe evaluate` made them.
         """
         records = self.records(run)
         curves = defaultdict[str, Points](list)
@@ -121,8 +123,8 @@ class Library:
         return curves
 
     def table(self, file: CommittedFile, record: type[Any]) -> pa.Table:
-        """The columns of a record in a Parquet file; StoreError, which names it, when it has no
-        such ones. They are kept.
+        """The columns of a record in a Parquet file; StoreError, which names it, when it lacks one.
+        They are kept in memory.
         """
         key = file.key, record
         with self._lock:
@@ -137,7 +139,7 @@ class Library:
         return table
 
     def read(self, file: CommittedFile, record: type[Any]) -> pa.Table:
-        """As `table`, and not kept: what is looked through once."""
+        """As `table`, but not kept in memory: for files that are read once."""
         system, address = file_system(self.store, {file.key: file.bytes}), self.store.address(file.key)
         try:
             with system.open_input_file(path_of(self.store, file.key)) as source:
@@ -160,7 +162,7 @@ class Library:
         return self.parsed(file, table if group_index is None else rows_with(table, "group_index", group_index), record)
 
     def parsed(self, file: CommittedFile, rows: pa.Table, record: type[Record]) -> list[Record]:
-        """Some rows of a file as records; StoreError where what their JSON holds is none."""
+        """Some rows of a file as records; StoreError where their JSON is not valid."""
         try:
             return from_table(rows, record)
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""The pages over runs: what their templates need, from what is asked for in the address.
+"""The pages over runs: the values of their templates, from the parameters in the address.
 
-Nothing here writes.
+Writes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TablePart(TypedDict):
 
 
 def number_of(query: QueryParams, name: str, default: int, least: int = 0) -> int:
-    """A whole number of the address; UserError for what is none."""
+    """An integer in the address; UserError for other text."""
     text = query.get(name) or str(default)
     if not text.removeprefix("-").isdecimal() or len(text) > 9 or int(text) < least:
         raise UserError(f"{name}={text[:40]!r}: a whole number from {least} on, please")
@@ -58,7 +58,7 @@ def number_of(query: QueryParams, name: str, default: int, least: int = 0) -> in
 
 
 def choice(query: QueryParams, name: str, choices: tuple[str, ...]) -> str:
-    """One of the choices, the first where nothing is chosen; UserError for another."""
+    """One of the choices, by default the first; UserError for another."""
     value = query.get(name) or choices[0]
     if value not in choices:
         raise UserError(f"{name}={value[:40]!r}: choose {', '.join(choices)}")
@@ -66,14 +66,14 @@ def choice(query: QueryParams, name: str, choices: tuple[str, ...]) -> str:
 
 
 def part_of(rows: list[Any], query: QueryParams) -> TablePart:
-    """The rows of one page of a table, and where the pages before and after it begin."""
+    """The rows of one page of a table, and the first rows of the previous and the next page."""
     first = min(number_of(query, "first", 0), max(len(rows) - 1, 0))
     before, after = max(first - ROWS, 0) if first else None, first + ROWS if first + ROWS < len(rows) else None
     return {"rows": rows[first : first + ROWS], "total": len(rows), "first": first, "before": before, "after": after}
 
 
 def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
-    """All runs, those that worked last first.
+    """All runs, the most recently active first.
 
     The record of a run's newest iteration has its curve, so no other is read.
     """
@@ -85,7 +85,7 @@ def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
 
 
 def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:
-    """Some runs side by side: curves, what they end with, the settings in which they differ."""
+    """Some runs side by side: curves, final metrics, the settings in which they differ."""
     names = list(dict.fromkeys(query.getlist("run")))
     if not 0 < len(names) <= COMPARED_MAX:
         raise UserError(f"compare: choose 1 to {COMPARED_MAX} runs, not {len(names)}: /compare?run=a&run=b")
@@ -150,15 +150,16 @@ class AnswerPair(NamedTuple):
 
     @property
     def changes(self) -> set[str]:
-        """better or worse, by the rewards; changed where the text is another."""
+        """better or worse, by the rewards; changed where the texts differ."""
         text = {"changed"} if self.before.completion != self.after.completion else set()
         before, after = self.before.reward or 0.0, self.after.reward or 0.0
         return text | ({"better"} if after > before else {"worse"} if after < before else set())
 
 
 def evaluations_page(library: Library, place: Place, query: QueryParams) -> Page:
-    """The evaluations of a run, and what two of its weight
-    versions answered to the same prompts."""
+    """The evaluations of a run, and the answers of two of its weight versions to the same
+    prompts.
+    """
     run = library.run(place["run"])
     evaluated = dict(evaluated_versions(run))
     if not evaluated:

@@ -129,7 +129,7 @@ def rollout_page(library: Library, place: Place, query: QueryParams) -> Page:
 
 
 def _no_gap(files: GroupFiles, trained: bool) -> str:
-    """Why no gap is stored of a rollout where none is."""
+    """The reason why no gap is stored for a rollout that has none."""
     if not trained:
         return "the trainer never had this rollout: it is in no batch"
     if files.gap is None and files.run.iteration(files.number) is None:
@@ -165,8 +165,8 @@ def prompt_page(library: Library, place: Place, query: QueryParams) -> Page:
 
 
 def search_page(library: Library, _place: Place, query: QueryParams) -> Page:
-    """Rollouts with a text, of one run or of all, for a bounded time; the page says where it goes
-    on.
+    """Rollouts with a text, of one run or of all, for a bounded time; the page says where the
+    search goes on.
     """
     text, name = (query.get("text") or "").strip(), query.get("run") or ""
     names = run_names(library.store)
@@ -176,8 +176,9 @@ def search_page(library: Library, _place: Place, query: QueryParams) -> Page:
 
 
 def _places(library: Library, query: QueryParams, names: list[str]) -> tuple[list[tuple[Run, int]], list[str]]:
-    """The places that a search looks at, run after run from the one that `from` names (a/12); and
-    the reasons why runs cannot be read."""
+    """The iterations that a search reads, run after run from the one that `from` names (a/12); and
+    the reasons why runs cannot be read.
+    """
     run_from, _, number = (query.get("from") or "").partition("/")
     if run_from and (not number.isdecimal() or len(number) > 9 or run_from not in names):
         raise UserError(f"from={str(query.get('from'))[:40]!r}: a run and an iteration, please: a/12")

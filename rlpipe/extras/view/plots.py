@@ -20,7 +20,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. A click on a point opens `link` followed by its x; empty: nothing is opened."""
+    """One curve. A click on a point opens `link` followed by its x; empty: no link."""
 
     name: str
     x: list[int]
@@ -48,12 +48,12 @@ def plot(title: str, x_title: str, series: list[Series]) -> Plot:
 
 
 def _around(x: float) -> Range:
-    """The axis of a whole number alone."""
+    """The axis range of a single integer."""
     return x - 0.5, x + 0.5
 
 
 def _from_zero(y: float) -> Range:
-    """The axis of one value, which says how far it is from 0; up to 1 where it is 0."""
+    """The axis range of one value, which shows its distance from 0; up to 1 where it is 0."""
     low, high = min(0.0, 1.25 * y), max(0.0, 1.25 * y)
     return (low, high) if y else (-0.05, 1.0)
 
@@ -64,8 +64,7 @@ def metric_names(runs: dict[str, RunCurves]) -> list[str]:
 
 
 def chosen(names: list[str], wanted: list[str]) -> list[str]:
-    """The metrics that are wanted, of those there are; when none is, those that people look at
-    first."""
+    """The wanted metrics that exist; when none does, those that people look at first."""
     if wanted:
         return [name for name in wanted if name in names]
     greedy = [name for name in names if name.startswith(EVALUATION) and name.endswith("_greedy")]
@@ -82,10 +81,10 @@ def curve(name: str, points: Iterable[Sequence[Any]], link: str) -> Series:
 
 
 def metric_plots(runs: dict[str, RunCurves], metrics: list[str]) -> list[Plot]:
-    """A plot a metric, with a curve a run: what was evaluated over weight versions, SFT over its
-    steps, the rest over iterations.
+    """A plot a metric, with a curve a run: evaluations over weight versions, SFT over its steps,
+    other metrics over iterations.
 
-    The validation loss stands beside the loss of SFT.
+    The validation loss is beside the loss of SFT.
     """
     plots = []
     for metric in metrics:

@@ -1,4 +1,4 @@
-"""Looking through the iterations of runs, the newest first and for a bounded time: for a text, and
+"""Searches through the iterations of runs, the newest first and for a bounded time: for a text, and
 for a prompt.
 """
 
@@ -42,8 +42,8 @@ class SearchedRollout:
 
 
 class Hit(NamedTuple):
-    """A rollout with the text: the column that has it, and what stands before the match, the match,
-    and what stands after.
+    """A rollout with the text: the column that has it, and the text before the match, the match,
+    and the text after it.
     """
 
     run: str
@@ -55,8 +55,9 @@ class Hit(NamedTuple):
 
 @dataclass
 class Looked(Generic[Result]):
-    """The results of a search. `rest`: where to go on; None when all was looked through. `faults`:
-    what could not be read."""
+    """The results of a search. `rest`: the place to go on; None when all was searched. `faults`:
+    errors of files that could not be read.
+    """
 
     results: list[Result] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -65,8 +66,7 @@ class Looked(Generic[Result]):
 
 
 def newest_first(run: Run, start: int | None = None) -> list[tuple[Run, int]]:
-    """The iterations of a run from `start`, without it from the
-    one that is under way, down to 0."""
+    """The iterations of a run from `start` down to 0; without `start`, from the one in progress."""
     newest = run.num_iterations
     return [(run, iteration) for iteration in range(newest if start is None else min(start, newest), -1, -1)]
 
@@ -96,8 +96,8 @@ def look_through(places: list[tuple[Run, int]], visit: Callable[[Run, int], list
 
 
 def search(library: Library, places: list[tuple[Run, int]], text: str) -> Looked[Hit]:
-    """The rollouts of scored iterations whose completion, prompt or prompt id has the text, in
-    capitals or not.
+    """The rollouts of scored iterations whose completion, prompt or prompt id has the text,
+    ignoring case.
     """
     pattern, options = re.compile(re.escape(text), re.IGNORECASE), pc.MatchSubstringOptions(text, ignore_case=True)
 

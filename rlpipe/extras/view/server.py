@@ -72,9 +72,9 @@ HEADERS = {
 
 
 def view_key(host: str) -> str:
-    """The password of the pages; empty: none is asked for.
+    """The password of the pages; empty: none.
 
-    UserError when others could reach them without one.
+    UserError when other machines could reach them without one.
     """
     key = os.environ.get(VIEW_KEY_VARIABLE, "").strip()
     if host not in LOOPBACK and not key:
@@ -87,7 +87,7 @@ def view_key(host: str) -> str:
 
 class Guard:
     """Asks for the key, where there is one, as the password of any user, and adds the headers that
-    keep a page to itself.
+    isolate a page.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -121,7 +121,7 @@ def _password(headers: Headers) -> bytes:
 
 @cache
 def static_files() -> dict[str, bytes]:
-    """The scripts and styles of the pages: ours, and Plotly's own as its package brings it."""
+    """The scripts and styles of the pages: rlpipe's own, and Plotly's from its package."""
     own = files("rlpipe.extras.view") / "static"
     plotly = files("plotly") / "package_data" / "plotly.min.js"
     return {name: (plotly if name == "plotly.js" else own / name).read_bytes() for name in KINDS}
@@ -129,8 +129,9 @@ def static_files() -> dict[str, bytes]:
 
 @cache
 def static_address(name: str) -> str:
-    """The address of one of the static files. Another content is another address, so browsers keep
-    it."""
+    """The address of one of the static files. It changes with the content, so browsers may cache
+    it.
+    """
     return f"/static/{hashlib.sha256(static_files()[name]).hexdigest()[:12]}/{name}"
 
 
@@ -151,12 +152,12 @@ def as_json(plots: list[Plot]) -> list[JsonDict]:
 
 
 def shown(value: Any) -> Any:
-    """A value as a page shows it: a text of others is `printable`."""
+    """A value as a page shows it: text from policies and data is made `printable`."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def svg(curve: list[list[float | int]]) -> Markup:
-    """The reward so far, drawn without a script: it holds numbers alone."""
+    """The reward so far, drawn without a script: it holds only numbers."""
     return Markup(reward_svg(curve, 300, 48))
 
 
@@ -178,8 +179,8 @@ def templates() -> jinja2.Environment:
 def view_app(store: Store, key: str = "") -> ASGIApp:
     """The pages over a store.
 
-    Without a key only a browser that calls the machine by a name of loopback is answered: a page of
-    another site whose name leads here (DNS rebinding) is not.
+    Without a key, only requests under a name of loopback are answered: a page of another site whose
+    name resolves to this machine (DNS rebinding) is refused.
     """
     library = Library(store)
     for name in KINDS:  # now, and not while the first page is waited for

@@ -1,4 +1,4 @@
-"""A completion token by token: what each one says, and the numbers that it is coloured by."""
+"""A completion token by token: the text of each one, and the numbers that it is coloured by."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ UNREADABLE = "\ufffd"  # what is decoded of bytes that are no character, or none
 class ShownToken:
     """One token.
 
-    `text` is empty where its bytes are only a part of a character: the token that completes it has
-    it.
+    `text` is empty where its bytes are only a part of a character: it is then with the token that
+    completes the character.
     """
 
     token: int
     text: str
     piece: str  # its name in the vocabulary
-    logprob: float | None  # of the engine; None where nobody recorded it
+    logprob: float | None  # of the engine; None where it was not recorded
     is_trained: bool
     version: int
     # the trainer's logprob minus the engine's; None where it is not stored
@@ -46,7 +46,8 @@ class ShownToken:
     @property
     def surprise(self) -> float:
         """The surprise of the token: `min(-logprob / SURPRISE_MAX, 1)`, 0 for certain, 1 at
-        SURPRISE_MAX nats or more; 0 where nobody recorded the logprob."""
+        SURPRISE_MAX nats or more; 0 where the logprob was not recorded.
+        """
         return 0.0 if self.logprob is None else min(max(-self.logprob / SURPRISE_MAX, 0.0), 1.0)
 
 
@@ -59,8 +60,8 @@ def shown_tokens(
 ) -> list[ShownToken]:
     """The tokens of a completion.
 
-    `mask`: 1 where a token is trained; `gaps`: of each of these, or none at all; `speakers`: the
-    token with which a turn begins -> whose it is. StoreError when the gaps are others.
+    `mask`: 1 where a token is trained; `gaps`: one for each of these, or none at all; `speakers`:
+    the token with which a turn begins -> its role. StoreError when the number of gaps does not fit.
     """
     if len(gaps) not in (0, sum(mask)):
         raise StoreError(f"gap.parquet has {len(gaps)} gaps of a rollout with {sum(mask)} trained tokens")

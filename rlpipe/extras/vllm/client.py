@@ -1,4 +1,4 @@
-"""The HTTP protocol of vLLM behind `EngineClient`."""
+"""The HTTP protocol of vLLM as an `EngineClient`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class VllmClient(EngineClient):
 
     It has no call for several prompts. Seeds are honoured.
 
-    Its one key guards only /inference and /v1: the control calls answer anyone who reaches the
-    port. A tied model reloads without an error and with a stale lm_head: give `load` what
-    `rlpipe.engines.weights.untied` makes.
+    Its one key guards only /inference and /v1: the control calls answer every client that reaches
+    the port. A tied model reloads without an error and with a stale lm_head: pass `load` the result
+    of `rlpipe.engines.weights.untied`.
     """
 
     # /health says 200 while the scheduler hangs; this has to go through it
@@ -96,8 +96,8 @@ class VllmClient(EngineClient):
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: str, version: int) -> AsyncIterator[None]:
-        """The body puts weights in place while the engine is paused; afterwards they are `version`,
-        and nothing is cached of those before.
+        """Pauses the engine while the body loads weights; afterwards they are `version`, and no
+        cache of the previous ones is left.
         """
         try:
             await self.control(f"/pause?mode={mode}")

@@ -63,7 +63,7 @@ class VllmKind(EngineKind):
 
 
 def _adapters(config: PipelineConfig, base: Path) -> list[str]:
-    """The flags with which an engine on `base` loads adapters; nothing where it loads none."""
+    """The flags with which an engine on `base` loads adapters; empty where it loads none."""
     if not loads_adapters(config, base):
         return []
     rank = next(size for size in RANKS if size >= config.model.adapter_rank)

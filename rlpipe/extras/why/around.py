@@ -1,5 +1,5 @@
-"""The data that a run stored around one of its iterations, as columns, for the suspects of
-`rlpipe why`. Reads the store only.
+"""The stored data of a run around one of its iterations, as columns, for the suspects of `rlpipe
+why`. Reads the store only.
 
 Legend of the shapes: R rollouts, G groups.
 """
@@ -30,7 +30,7 @@ WINDOW = 8  # iterations on each side that are compared
 
 @dataclass
 class History:
-    """The iterations of a run, each read when it is first asked for."""
+    """The iterations of a run, each read when it is first needed."""
 
     run: Run
     today: Today | None = None  # None: nothing is scored again
@@ -46,7 +46,7 @@ class History:
         return [record.metrics for record in self.run.iterations(self.num_iterations)]
 
     def groups(self, iteration: int) -> list[ScoredGroup]:
-        """The groups of all sampling rounds of an iteration, without those that were cut short."""
+        """The groups of all sampling rounds of an iteration, without unfinished ones."""
         if iteration not in self._groups:
             self._groups[iteration] = list(_read_groups(self.run, iteration))
         return self._groups[iteration]
@@ -57,7 +57,8 @@ class History:
 
     def around(self, at: int) -> Around:
         """The groups and metrics before iteration `at` and from it on: at most WINDOW iterations a
-        side, and none beyond another fork point."""
+        side, and none beyond another fork point.
+        """
         first = max([0, at - WINDOW, *(point for point in self.fork_points if point < at)])
         last = min([self.num_iterations, at + WINDOW, *(point for point in self.fork_points if point > at)])
         groups = [group for iteration in range(first, last) for group in self.groups(iteration)]
@@ -67,8 +68,8 @@ class History:
 
     @cached_property
     def fork_points(self) -> list[int]:
-        """The first iteration of this run, and of those that it was forked from, that another run's
-        iteration comes before.
+        """The first iterations of this run, and of its ancestors, whose previous iteration is
+        another run's.
         """
         owners = [self.run.owner("rl", iteration).name for iteration in range(self.num_iterations)]
         return [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]]
@@ -90,8 +91,8 @@ def _read_groups(run: Run, iteration: int) -> list[ScoredGroup]:
 
 
 def _read_gaps(run: Run, iteration: int) -> dict[tuple[int, int], np.ndarray]:
-    """(group_index, rollout_index) -> the gaps of a trained rollout that are known; nothing where
-    older code trained the iteration.
+    """(group_index, rollout_index) -> the known gaps of a trained rollout; empty where older code
+    trained the iteration.
     """
     stored = run.artifact("rl", iteration, "gap")
     rows = read_records(run.store, stored[0], "gap.parquet", TokenGaps) if stored else []
@@ -100,7 +101,9 @@ def _read_gaps(run: Run, iteration: int) -> dict[tuple[int, int], np.ndarray]:
 
 @dataclass(frozen=True)
 class Around:
-    """The groups on both sides of iteration `at`, and what the two sides were computed with."""
+    """The groups on both sides of iteration `at`, and the settings that each side was computed
+    with.
+    """
 
     run: Run
     at: int
@@ -180,17 +183,19 @@ class Around:
 
     @cached_property
     def label_G(self) -> list[str | None]:
-        """The answer of each group's prompt, as text that can be
-        compared; none where it has none."""
+        """The answer of each group's prompt, as text that can be compared; None where it has
+        none.
+        """
         return [
             None if group.prompt.answer is None else str(group.prompt.answer).strip().lower() for group in self.groups
         ]
 
     @cached_property
     def matched_R(self) -> np.ndarray:
-        """1 where that is the prompt's answer, by its text; nan where the prompt has none.
+        """1 where the completion's answer is the prompt's, by its text; nan where the prompt has
+        none.
 
-        An opinion that no reward has a part in.
+        It does not depend on any reward.
         """
         pairs = zip(self.group_R, self.answer_R, strict=True)
         return np.array(
@@ -205,8 +210,8 @@ class Around:
 
     @cached_property
     def today(self) -> dict[str, np.ndarray]:
-        """The parts of the reward as today's code gives them, with each side's own arguments, [R];
-        nan where that is not known.
+        """The parts of the reward by today's code, with each side's own arguments, [R]; nan where
+        they are not known.
         """
         before, after = (self.parts_today(config) for config in (self.config_before, self.config))
         nothing = np.full(len(self.rollouts), np.nan)
@@ -216,7 +221,7 @@ class Around:
         }
 
     def parts_today(self, config: PipelineConfig) -> dict[str, np.ndarray]:
-        """The same with the arguments of one config for both sides."""
+        """As `today`, with the arguments of one config for both sides."""
         known: dict[tuple[int, int, int], dict[str, float]] = {}
         for iteration in sorted({group.iteration for group in self.groups}) if self.rewards_today else []:
             assert self.rewards_today is not None
@@ -234,8 +239,9 @@ class Around:
 
     @property
     def why_not_today(self) -> str:
-        """Why today's code could not be asked of all that it should
-        have been; empty where it was."""
+        """The reason why today's code could not score everything that it should; empty where it
+        could.
+        """
         return self.rewards_today.why_not if self.rewards_today else ""
 
     def weight(self, part: str) -> float:
@@ -254,12 +260,13 @@ class Around:
 
     @cached_property
     def reward_change(self) -> Shift:
-        """The change of the reward: a jump from its trend, or a fall below its level of before,
-        whichever is clearer."""
+        """The change of the reward: a jump from its trend, or a fall below its earlier level,
+        whichever is clearer.
+        """
         return self.reward_change_at(self.at)
 
     def reward_change_at(self, at: int) -> Shift:
-        """The same, of another iteration of the two sides."""
+        """As `reward_change`, at another iteration of the two sides."""
         rewards_G = self.per_group(self.reward_R)
         jump, level = (shift(rewards_G, self.iteration_G, at, trend=trend) for trend in (True, False))
         clearer = level if level.size < 0 and level.p < jump.p else jump
@@ -267,12 +274,13 @@ class Around:
 
     @cached_property
     def reward_drift(self) -> Shift:
-        """The distance that the reward goes from the first iteration of both sides to the last, by
-        a straight line."""
+        """The change of the reward from the first iteration of both sides to the last, by a
+        straight line.
+        """
         return drift(self.per_group(self.reward_R), self.iteration_G)
 
     def means(self, values_R: np.ndarray) -> tuple[float, float]:
-        """The mean over rollouts before, and from `at` on."""
+        """The means over rollouts before `at`, and from `at` on."""
         return _mean(values_R[~self.after_R]), _mean(values_R[self.after_R])
 
     def texts(self) -> list[tuple[int, ...]]:

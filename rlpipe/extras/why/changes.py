@@ -1,8 +1,8 @@
-"""Tests whether a series of iterations changed at one of them: pure statistics, for groups as small
-as they are.
+"""Tests whether a series of iterations changed at one of them: pure statistics, valid for small
+numbers of groups too.
 
-Groups are the unit of independence: rollouts of one prompt are alike. What moves whole iterations
-(the policy learns) is noise between iterations, and is estimated beside the noise within them.
+Groups are the unit of independence: rollouts of one prompt are alike. Effects on whole iterations
+(the policy learns) are noise between iterations, which is estimated beside the noise within them.
 Legend of the shapes: G groups, T iterations.
 """
 
@@ -14,15 +14,16 @@ import numpy as np
 from scipy import stats
 from scipy.spatial import KDTree
 
-CALIPER = 0.5  # of a feature's spread: how far apart rows may be that are alike
-ALIKE_MIN, ALIKE_MAX = 4, 64  # rows that are alike: below nothing is known, above no more are asked
+CALIPER = 0.5  # of a feature's spread: the largest distance between alike rows
+ALIKE_MIN, ALIKE_MAX = 4, 64  # alike rows: with fewer nothing is known, more are not used
 TREND_MIN = 3  # iterations on the longer side, below which no trend can be told from a jump
 
 
 @dataclass(frozen=True)
 class Shift:
-    """The change from the iterations before `at` to those from `at` on. `size` is after less
-    before, beyond a trend where one is fitted."""
+    """The change from the iterations before `at` to those from `at` on. `size` is the mean after
+    less the mean before, beyond a trend where one is fitted.
+    """
 
     before: float
     after: float
@@ -45,7 +46,7 @@ def shift(
     """The shift of the groups' values at iteration `at`, with the noise within and between
     iterations; NO_SHIFT when a side has no value.
 
-    With `trend` a straight line through both sides is taken out, where there are iterations enough:
+    With `trend` a straight line through both sides is removed, where there are enough iterations:
     learning is no change. `exact`: there is one value an iteration, a metric, and no groups that it
     is the mean of; then each side has a slope of its own, and the size is the step between both
     lines at `at`.
@@ -64,7 +65,7 @@ def shift(
     noise_T = np.zeros(len(means_T)) if exact else np.where(late_T, sides[1], sides[0]) / counts_T
     columns = [np.ones(len(means_T)), late_T.astype(float)]
     lengths = int((~late_T).sum()), int(late_T.sum())
-    if trend and exact and min(lengths) >= TREND_MIN:  # a jump of a metric may change how it grows
+    if trend and exact and min(lengths) >= TREND_MIN:  # a jump of a metric may change its slope
         columns += [np.where(late_T == side, iterations_T - at, 0.0) for side in (False, True)]
     elif trend and max(lengths) >= TREND_MIN:
         columns.append(iterations_T - at)
@@ -73,15 +74,15 @@ def shift(
     size, error, freedom = _step(np.stack(columns, axis=1), means_T, noise_T, within_free)
     if np.ptp(values_G) == 0:
         return replace(NO_SHIFT, before=before, after=after)
-    if error <= 0.0:  # nothing varies but from one side to the other
+    if error <= 0.0:  # the values differ between the sides only
         return Shift(before, after, size, 0.0, float(np.sign(size)) * np.inf)
     return _tested(before, after, size, error, freedom)
 
 
 def more_often(flags_G: np.ndarray, after_G: np.ndarray) -> Shift:
-    """The change of the share of groups that are flagged, by Fisher's exact test: for what is a
-    matter of each group's own row of the data, and of nothing that moves whole iterations. NO_SHIFT
-    when a side has no group.
+    """The change of the share of flagged groups, by Fisher's exact test: for flags that depend on
+    each group's own row of the data only, not on whole iterations. NO_SHIFT when a side has no
+    group.
     """
     counts = [(int(flags_G[after_G == side].sum()), int((after_G == side).sum())) for side in (False, True)]
     (before, of_before), (after, of_after) = counts
@@ -117,16 +118,16 @@ def _tested(before: float, after: float, size: float, error: float, freedom: flo
 def _variance_within(values_G: np.ndarray, means_G: np.ndarray, side_G: np.ndarray) -> float:
     """The variance of a side's groups within their iterations.
 
-    One pseudo-group that lies as far off as the two sides do bounds it from below: four groups that
-    happen to agree are no proof. Each side has its own: what is rare on one of them varies little
-    there.
+    One pseudo-group at the distance of the two sides bounds it from below: four groups that agree
+    by chance are no proof. Each side has its own variance: flags that are rare on one side vary
+    little there.
     """
     residuals = (values_G - means_G)[side_G]
     return float(((residuals**2).sum() + values_G.var()) / len(residuals))
 
 
 def _freedom(errors: list[float], counts: list[int]) -> float:
-    """Welch's degrees of freedom, of two sides with these squared errors and numbers of groups."""
+    """Welch's degrees of freedom, for two sides with these squared errors and numbers of groups."""
     each_side = sum(error**2 / max(count - 1, 1) for error, count in zip(errors, counts, strict=True))
     return max(sum(errors) ** 2 / each_side, 1.0) if each_side > 0 else 1.0
 
@@ -190,8 +191,8 @@ def matched(
     """The mean value, [N], of the rows `learnt_N` that are most like each row, and how well this
     predicts the values of `learnt_N` themselves, an R2.
 
-    Alike: every feature within CALIPER of its spread, and of another group. nan where fewer than
-    ALIKE_MIN rows are: nothing is extrapolated.
+    Two rows are alike when they differ in every feature by at most CALIPER of its spread, and are
+    of different groups. nan where a row has fewer than ALIKE_MIN of them: nothing is extrapolated.
     """
     expected_N, learnt = np.full(len(values_N), np.nan), np.flatnonzero(learnt_N)
     if not len(learnt) or not features_NF.shape[1]:

@@ -1,4 +1,4 @@
-"""`rlpipe why`, behind its arguments."""
+"""The command `rlpipe why`, without the parsing of its arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RunFork = Callable[[list[str]], int]
 
 
 def explain(run: Run, at: int | None, run_fork: RunFork | None, say: Say) -> bool:
-    """Says the changes around iteration `at` of a run, or around the one where most changes, by how
-    much of the reward's change they explain.
+    """Prints the changes around iteration `at` of a run, or around the iteration with the largest
+    change, ordered by the part of the reward's change that they explain.
 
-    With `run_fork` (the arguments of `rlpipe` to an exit code), the fork without what is named
-    first is run and shown. Returns whether anything is named. RuntimeError when the fork fails.
+    With `run_fork` (the arguments of `rlpipe` to an exit code), the fork without the first finding
+    is run and shown. Returns True when there is a finding. RuntimeError when the fork fails.
     """
     with Today(run) as today:
         verdict = judged(History(run, today), at)
@@ -32,15 +32,16 @@ def explain(run: Run, at: int | None, run_fork: RunFork | None, say: Say) -> boo
 
 
 def compare_rewards(run: Run, reward: str, say: Say) -> bool:
-    """Says where the reward of a run and another one, which scores the same rollouts now, part.
-    Returns whether they do."""
+    """Prints the iteration from which a run's reward and a second one, which scores the same
+    rollouts now, differ. Returns True when they do.
+    """
     both = rescored(History(run), reward)
     say(second_lines(both, reward))
     return parts_ways(parting(both)[1])
 
 
 def _proof(verdict: Verdict, run_fork: RunFork) -> list[str]:
-    """Runs the fork; the lines that it shows."""
+    """Runs the fork; returns the lines about its result."""
     if (pair := provable(verdict)) is None:
         raise UserError("--prove: no fork can leave out what is named first: it was sampled with, or is in the data")
     finding, proof = pair

@@ -16,13 +16,13 @@ from rlpipe.store.run import Run
 
 
 def provable(verdict: Verdict) -> tuple[Finding, WhatIf] | None:
-    """The first finding, where a fork can prove it, and how."""
+    """The first finding and its fork, where a fork can prove it; else None."""
     first = verdict.findings[0] if verdict.findings else None
     return (first, first.proof) if first and first.proof else None
 
 
 def fork_name(verdict: Verdict, finding: Finding) -> str:
-    """Example: a-7-without-reward_part."""
+    """The name of the fork. Example: a-7-without-reward_part."""
     return f"{verdict.around.run.name}-{verdict.around.at}-without-{finding.suspect}"
 
 
@@ -47,8 +47,9 @@ def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[st
 
 
 def proof_lines(verdict: Verdict) -> list[str]:
-    """The lines about a proof of the first finding: the command, and what the store says already.
-    No lines where no fork can prove it."""
+    """The lines about a proof of the first finding: the command, and the result as far as stored
+    data give it. Empty where no fork can prove it.
+    """
     if (pair := provable(verdict)) is None:
         return []
     finding, proof = pair
@@ -67,9 +68,7 @@ def proof_lines(verdict: Verdict) -> list[str]:
 
 
 def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
-    """The mean reward before and in the iterations that the fork has, with the suspect and without
-    it.
-    """
+    """The mean reward before and in the iterations of the fork, with the suspect and without it."""
     around, count = verdict.around, fork.num_iterations
     numbers = [number for number in around.metrics if around.at <= number < count]
     before = np.mean([metrics[REWARD] for number, metrics in around.metrics.items() if number < around.at])

@@ -1,4 +1,4 @@
-"""One group of a run, as its rewards are looked at."""
+"""One group of a run, in the form that suspects read."""
 
 from __future__ import annotations
 

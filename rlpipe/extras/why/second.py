@@ -1,8 +1,8 @@
-"""Stored rollouts scored by a second reward, and where the two part: what a policy looks like that
-learns a reward's weak side.
+"""Stored rollouts scored by a second reward, and the iteration from which the two differ: the sign
+of a policy that learns to exploit a reward.
 
-Nothing is written to the run. The second reward runs where rewards run: in child processes, or
-behind HTTP.
+Nothing is written to the run. The second reward runs where rewards run: in child processes, or over
+HTTP.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def rescored(history: History, reward: str) -> Rescored:
 
 
 def parting(both: Rescored) -> tuple[int, Shift]:
-    """The iteration from which the two rewards, each in its own spread, differ most from how they
-    did before, and by how much; its p-value is corrected for all iterations.
+    """The iteration from which the two rewards, each in units of its own spread, differ most from
+    their earlier difference, and by how much; its p-value is corrected for all iterations.
     """
     difference_G = group_means(_difference(both), both.group_R, len(both.groups))
     iteration_G = np.array([group.iteration for group in both.groups])
@@ -86,8 +86,9 @@ def parts_ways(widest: Shift) -> bool:
 
 
 def second_lines(both: Rescored, reward: str) -> list[str]:
-    """A line an iteration; then where they part, and rollouts that
-    the first one likes much better."""
+    """A line an iteration; then the iteration from which they differ, and rollouts that the first
+    reward scores much higher.
+    """
     lines = [f"iteration  rollouts  reward  {reward}  r within groups"]
     for number in both.iterations():
         chosen = (both.iteration_R() == number) & np.isfinite(both.second_R)
@@ -121,7 +122,7 @@ def second_lines(both: Rescored, reward: str) -> list[str]:
 
 
 def _difference(both: Rescored) -> np.ndarray:
-    """The first reward less the second, each less its mean and in its own spread, [R]."""
+    """The first reward minus the second, each less its mean and in units of its own spread, [R]."""
     known = np.isfinite(both.second_R)
     columns = [
         (column - column[known].mean()) / (column[known].std() or 1.0) for column in (both.first_R, both.second_R)

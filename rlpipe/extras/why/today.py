@@ -1,8 +1,8 @@
-"""Stored completions scored again by the code of today: the same code gives the same text the same
-reward, so where it does not, the code changed.
+"""Stored completions scored again by today's code: the same code gives the same text the same
+reward, so where the reward differs, the code has changed.
 
 Nothing is written. Rewards run where they always run, in child processes; services and models are
-not asked.
+not called.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rlpipe.rewards.score import Item, facts_of
 from rlpipe.store.run import Run
 
 ROLLOUTS_MAX = 128  # of an iteration
-SECONDS_MAX = 60.0  # of a report: nothing is begun after it
-# a reward that repeats what was recorded: it says nothing of the code that gave it
+SECONDS_MAX = 60.0  # of a report: no scoring begins after it
+# a reward that repeats recorded numbers: it says nothing about the code that made them
 RECORDED = "environment"
 
 # (group_index, rollout_index) -> the parts of its reward
@@ -36,7 +36,8 @@ PartsToday: TypeAlias = "dict[tuple[int, int], dict[str, float]]"
 
 def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Item]:
     """The items that rewards get for stored rollouts; StoreError where their turns cannot be
-    read."""
+    read.
+    """
     return [
         {
             "prompt": group.prompt.for_reward(),
@@ -48,7 +49,7 @@ def items_of(pairs: list[tuple[ScoredGroup, Rollout]], turns: Turns) -> list[Ite
 
 
 class Today:
-    """The reward functions of a run as they are today; a context manager, which ends their
+    """The reward functions of a run by today's code; a context manager, which ends their
     processes.
     """
 
@@ -69,9 +70,10 @@ class Today:
         self._processes.close()
 
     def parts(self, rl: RlConfig, iteration: int, groups: list[ScoredGroup]) -> PartsToday:
-        """The parts that the functions of `rl.rewards`, with the arguments of `rl`, give
-        completions of an iteration: at most ROLLOUTS_MAX rollouts, in whole groups, evenly over the
-        iteration. Without rollouts that have a fault, then or today."""
+        """The parts by the functions of `rl.rewards`, with the arguments of `rl`, for completions
+        of an iteration: at most ROLLOUTS_MAX rollouts, in whole groups, evenly over the iteration.
+        Without rollouts that have a fault, then or today.
+        """
         names = sorted(name for name in rl.rewards if not is_service(name) and name != RECORDED)
         args = {name: rl.reward_args[name] for name in names if name in rl.reward_args}
         key = json.dumps([names, args], sort_keys=True)
@@ -108,7 +110,7 @@ class Today:
         pairs = [(group, rollout) for group in chosen for rollout in group.rollouts if not rollout.reward_fault]
         try:
             scores = pool.score(items_of(pairs, self._turns), quiet=True)
-        except (StoreError, RewardLost) as error:  # without the tokenizer nobody knows the turns
+        except (StoreError, RewardLost) as error:  # without the tokenizer the turns are not known
             self.why_not = self.why_not or f"{error!s:.200}"
             return {}
         if (failed := next((score for score in scores if score.reason), None)) is not None:

@@ -1,9 +1,9 @@
-"""`rlpipe why`: what changed around an iteration of a run, ranked by how much of the reward's
-change it explains.
+"""The report of `rlpipe why`: the changes around an iteration of a run, ranked by the part of the
+reward's change that they explain.
 
-Each suspect (rlpipe/extras/why/suspects/) says what it saw, with a p-value. That counts when it is
-below ALPHA after a correction for all iterations and suspects that were looked at. Nothing is named
-otherwise.
+Each suspect (rlpipe/extras/why/suspects/) returns its findings, with p-values. A finding counts
+when its p-value is below ALPHA after a correction for all iterations and suspects that were tested;
+others are not named.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SUSPECTS: tuple[Suspect, ...] = (
     faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch,
     reference, staleness, moved, truncation, length, evaluation,
 )  # fmt: skip
-ALPHA = 0.01  # of a whole report: the chance of naming anything where nothing changed
+ALPHA = 0.01  # of a whole report: the chance of a finding where nothing changed
 # suspects whose being there is no matter of chance: their p-values are corrected for these alone
 CERTAIN = 2
-MATTERS = 0.05  # of the spread of the reward: what a finding has to explain
+MATTERS = 0.05  # of the spread of the reward: the least that a finding has to explain
 # of the reward's change: what explains less is left out, and symptoms come after what explains more
 SMALL = 0.1
 # iterations that are looked at with their rollouts; of more, those whose metrics jump most
@@ -41,8 +41,7 @@ SCANNED_MAX = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings about what changed at an iteration, in order; none where nothing is
-    significant."""
+    """The findings on the changes at an iteration, in order; none where nothing is significant."""
 
     around: Around
     change: Shift  # of the reward
@@ -62,8 +61,9 @@ class Verdict:
 
     @property
     def score(self) -> tuple[float, float]:
-        """The share that the first finding explains toward the change, and how sure it is, `|z|`. A
-        symptom counts half: another iteration may have the cause."""
+        """The part that the first finding explains in the direction of the change, and its
+        certainty, `|z|`. A symptom counts half: another iteration may have the cause.
+        """
         if not self.findings:
             return 0.0, 0.0
         first = self.findings[0]
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def judged(history: History, at: int | None) -> Verdict:
-    """The verdict on iteration `at`, or on the one at which most changed.
+    """The verdict on iteration `at`, or on the one with the largest change.
 
     UserError when there is nothing to compare.
     """
@@ -93,8 +93,8 @@ def judged(history: History, at: int | None) -> Verdict:
 
 
 def candidates(history: History) -> list[int]:
-    """The iterations that are looked at: all of a short run, else those at which a metric jumps
-    most, and where it was forked.
+    """The iterations that are tested: all of a short run, else those at which a metric jumps most,
+    and the fork points.
     """
     count = history.num_iterations
     if count <= SCANNED_MAX:
@@ -123,7 +123,8 @@ def _jumps(values: np.ndarray) -> list[float]:
 
 def judge(around: Around, looks: int) -> Verdict:
     """The verdict of the suspects on one iteration. A symptom counts only where the reward changed
-    too: it is a symptom of something."""
+    too.
+    """
     change = around.reward_change
     findings = [finding for suspect in SUSPECTS for finding in suspect(around)]
     findings = [finding for finding in findings if finding.shift.p * (CERTAIN if finding.certain else looks) < ALPHA]
@@ -143,13 +144,14 @@ def judge(around: Around, looks: int) -> Verdict:
 
 
 def _is_against(finding: Finding, change: Shift) -> bool:
-    """True when a finding would explain the opposite of the reward's change, where that is more
-    than its own noise."""
+    """True when a finding would explain the opposite of the reward's change, by more than its own
+    noise.
+    """
     return abs(change.z) > 1 and (finding.explains or 0.0) * change.size < 0 and not finding.certain
 
 
 def why_lines(verdict: Verdict) -> list[str]:
-    """The report."""
+    """The lines of the report."""
     around, change = verdict.around, verdict.change
     counts = [int(side.sum()) for side in (~around.after_G, around.after_G)]
     numbers = sorted(around.metrics)

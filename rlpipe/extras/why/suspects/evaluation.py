@@ -1,5 +1,6 @@
-"""Evaluation against training: whether held-out prompts went the way
-that the training reward went."""
+"""Evaluation against training: if the reward of held-out prompts changed as the training reward
+did.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ REWARD = "_reward_mean"
 
 
 def evaluation(around: Around) -> Findings:
-    """A training reward that changes while the evaluation's does not, or the other way round.
+    """A training reward that changes while the evaluation's does not, or the reverse.
 
-    Evaluations of iteration k are those of the policy that it made, so the last one before counts
+    The evaluation of iteration k is that of the policy that it made, so the last one before counts
     as before, the next one as after.
     """
     values = {

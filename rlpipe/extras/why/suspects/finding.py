@@ -1,5 +1,6 @@
-"""Findings of the suspects of `rlpipe why`. A suspect is a function from what is around an
-iteration to its findings."""
+"""Findings of the suspects of `rlpipe why`. A suspect is a function from the data around an
+iteration to its findings.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that changed at the iteration, and how much of the reward's change it explains.
+    """Something that changed at the iteration, and the part of the reward's change that it
+    explains.
 
-    `explains` none: it acts on the policy as a whole, so what the others leave over is its. A
-    `symptom` may be the consequence of any other finding. That a `certain` one is there is no
-    matter of chance; its p-value is that of the reward's change.
+    `explains` None: it acts on the policy as a whole, so it explains what the other findings leave.
+    A `symptom` may be the consequence of any other finding. A `certain` one is there without doubt;
+    its p-value is that of the reward's change.
     """
 
     suspect: str
@@ -54,8 +56,8 @@ Suspect = Callable[[Around], Findings]
 
 
 def rows_to_show(around: Around, wanted_R: np.ndarray, order_R: np.ndarray | None = None) -> list[int]:
-    """The first rollouts from the iteration on that are wanted, of different groups; the smallest
-    in `order_R` first.
+    """The first wanted rollouts from the iteration on, of different groups; the smallest in
+    `order_R` first.
     """
     rows = np.flatnonzero(wanted_R & around.after_R)
     if order_R is not None:
@@ -69,12 +71,12 @@ def rows_to_show(around: Around, wanted_R: np.ndarray, order_R: np.ndarray | Non
 
 
 def from_to(before: float, after: float) -> str:
-    """Example: 0.63 -> 0.02."""
+    """Text on a change. Example: 0.63 -> 0.02."""
     return f"{before:.3g} -> {after:.3g}"
 
 
 def as_toml(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """A value in the form of `--set`."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(key))} = {as_toml(entry)}" for key, entry in value.items()) + "}"
     return "none" if value is None else json.dumps(value)

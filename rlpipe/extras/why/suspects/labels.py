@@ -1,4 +1,4 @@
-"""The suspect of labels that are wrong, told from a policy that is sure of a wrong answer."""
+"""The suspect of wrong labels, distinguished from a policy that is sure of a wrong answer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ ALIKE_MIN = 0.5  # of two answers of which one may be the other with a mistake
 # share of them that are less like the answer than its own label: from here on
 # it is that label with a mistake
 UNLIKE = 0.9
-OFTEN = 3.0  # times as often given as it is a label: an answer that the policy has for anything
+OFTEN = 3.0  # times as often given as it is a label: an answer that the policy gives to any prompt
 
 
 def labels(around: Around) -> Findings:
-    """Prompts for which the policy is sure of an answer and the label says another, more than
-    before. Not where the answer speaks against the policy: it is the label with a mistake, or it is
-    given to whatever is asked, or the same prompt with the same label was answered before. Of all
-    groups, and beyond chance of those that are sure too: a policy that is only sure more often has
-    changed no label.
+    """Prompts for which the policy is sure of an answer and the label is another, more than before.
+
+    Prompts do not count where the fault is probably the policy's: the answer is the label with a
+    mistake, or is given to any prompt, or the same prompt with the same label was answered before.
+    The share is tested among all groups, and among the groups that are sure: a policy that is only
+    sure more often is no change of labels.
     """
     if not np.isfinite(around.matched_R).any():
         return
@@ -55,7 +56,8 @@ def labels(around: Around) -> Findings:
 
 def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
     """Two flags of each group, [G]: its rollouts agree; and they agree on an answer that is not the
-    label, while nothing speaks against the policy."""
+    label, without a sign of the policy's own fault.
+    """
     agreed = [_agreed(around, index) for index in range(len(around.groups))]
     own = [label or "" for label in around.label_G]
     wrong = np.array([bool(answer) and not is_right for answer, is_right in agreed])
@@ -67,9 +69,10 @@ def _sure_and_wrong(around: Around) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _agreed(around: Around, index: int) -> tuple[str, bool]:
-    """The answer of a group that is sure, and whether it is the label; empty where it is not.
+    """The answer of a group that is sure, and True when it is the label; empty where it is not
+    sure.
 
-    One that was cut off has given no answer.
+    A truncated rollout has no answer.
     """
     rows = np.flatnonzero(around.group_R == index)
     answers = ["" if around.truncated_R[row] else around.answer_R[row] for row in rows]
@@ -81,7 +84,8 @@ def _agreed(around: Around, index: int) -> tuple[str, bool]:
 
 def _given_to_all(answers: list[str], own: list[str], after_G: np.ndarray) -> np.ndarray:
     """True for each group whose answer the policy gives, on the group's side, more than OFTEN times
-    as often as it is a label, [G]."""
+    as often as it is a label, [G].
+    """
     flags = np.zeros(len(answers), bool)
     for side in (False, True):
         groups = np.flatnonzero(after_G == side)

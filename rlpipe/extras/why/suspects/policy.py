@@ -1,5 +1,5 @@
-"""Suspects in the policy: other settings, weights of another version, an engine that is not what is
-trained, another reference, lengths.
+"""Suspects in the policy: other settings, weights of another version, an engine with other weights
+than the trainer's, another reference, lengths.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ RATIO_MIN = 3.0  # a metric that grew by less is not named
 MISMATCH_SHARE = 0.2  # of rl.mismatch_max: the smallest mismatch that is named
 KL_MIN = 1e-3  # of a KL that is named
 RATE_RATIO = 1.5
-GAP_LARGE = 0.1  # nats: a token's probability is 10 % another
+GAP_LARGE = 0.1  # nats: a token's probability differs by 10 %
 MOVES_OF_PROOF = 3  # iterations that a fork samples with the old settings
-# what the rate of a step follows from
+# the settings that determine the learning rate of a step
 SCHEDULE = ("rl.learning_rate", "rl.warmup_steps", "rl.schedule", "rl.decay_steps", "rl.num_steps")
 UPDATES = (
     "train/learning_rate",
@@ -34,7 +34,7 @@ UPDATES = (
     "train/clip_fraction_low",
     "train/proximal_kl",
 )
-FIRST = 2  # iterations whose policy the first updates made
+FIRST = 2  # iterations whose policy was made by the first updates
 # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
 FAR_KL, FAR_CLIPPED = 0.02, 0.1
 # other suspects name these
@@ -44,9 +44,7 @@ Scale = Callable[[np.ndarray], np.ndarray]
 
 
 def settings(around: Around) -> Findings:
-    """Settings that a fork changed at this iteration, and a learning rate that is no more what it
-    was.
-    """
+    """Settings that a fork changed at this iteration, and a learning rate that has changed."""
     lines = [line for line in around.changed if not line.startswith(MECHANISMS)]
     evidence = [*lines, *_moved_lines(around)]
     # 0: nothing was trained
@@ -54,7 +52,7 @@ def settings(around: Around) -> Findings:
     if min(rates) > 0 and not _is_warming(around) and not 1 / RATE_RATIO < rates[1] / rates[0] < RATE_RATIO:
         line = f"learning rate of the last step: {from_to(*rates)}"
         evidence.insert(len(lines), line)
-        if not any(changed.startswith(SCHEDULE) for changed in lines):  # what a changed setting does is no other change
+        if not any(changed.startswith(SCHEDULE) for changed in lines):  # else it only follows from a changed setting
             lines.append(line)
     if not lines:
         return
@@ -80,8 +78,8 @@ def _is_warming(around: Around) -> bool:
 
 def rate(around: Around) -> Findings:
     """A reward that falls, at once or step by step, while the learning rate still rises in its
-    warm-up, or from the first updates on: the policy of this iteration is made by updates that went
-    far. Where the rate is what it was, `settings` and `moved` say what there is to say.
+    warm-up, or from the first updates on: large updates made the policy of this iteration. Where
+    the learning rate has not changed, `settings` and `moved` report instead.
     """
     last, is_first = around.metrics[around.at - 1], around.at <= FIRST
     falls = [change for change in (around.reward_change, around.reward_drift) if change.size < 0]
@@ -117,12 +115,14 @@ def rate(around: Around) -> Findings:
 
 
 def _updates(metrics: Metrics) -> str:
-    """Example: learning_rate 0.0021, grad_norm 14.2, clip_fraction_high 0.21."""
+    """Text on the updates of an iteration. Example: learning_rate 0.0021, grad_norm 14.2,
+    clip_fraction_high 0.21.
+    """
     return ", ".join(f"{name.partition('/')[2]} {metrics[name]:.3g}" for name in UPDATES if name in metrics)
 
 
 def _first_reward(around: Around) -> str:
-    """The mean reward of the oldest iteration that is looked at.
+    """The mean reward of the oldest iteration that is compared.
 
     Example: reward of iteration 0: 0.67.
     """
@@ -134,8 +134,9 @@ def _first_reward(around: Around) -> str:
 
 
 def _went_far(around: Around) -> bool:
-    """True when an update near the iteration moved the policy further than it should: by its KL, or
-    by the share of tokens that the loss clipped."""
+    """True when an update near the iteration moved the policy too far: by its KL, or by the share
+    of tokens that the loss clipped.
+    """
     near = [metrics for number, metrics in around.metrics.items() if -2 <= number - around.at <= 1]
     return any(
         metrics.get("train/proximal_kl", 0.0) >= FAR_KL
@@ -145,7 +146,7 @@ def _went_far(around: Around) -> bool:
 
 
 def _with_old_settings(around: Around) -> WhatIf | None:
-    """The same iterations sampled and trained with the settings of before."""
+    """The same iterations, sampled and trained with the earlier settings."""
     old, new = identity(around.config_before), identity(around.config)
     names = [
         name
@@ -159,8 +160,9 @@ def _with_old_settings(around: Around) -> WhatIf | None:
 
 
 def _grown(around: Around, name: str, scale: Scale) -> Shift:
-    """The jump of a metric, on a scale where its noise is even; no shift where it does not grow by
-    RATIO_MIN, from one iteration to the next."""
+    """The jump of a metric, on a scale on which its noise is even; no shift where it grows by less
+    than RATIO_MIN from one iteration to the next.
+    """
     pairs = [(number, metrics[name]) for number, metrics in around.metrics.items() if name in metrics]
     known = dict(pairs)
     if len(pairs) < 4 or not {around.at, around.at - 1} <= known.keys():
@@ -174,7 +176,7 @@ def _grown(around: Around, name: str, scale: Scale) -> Shift:
 
 
 def _moved_lines(around: Around) -> list[str]:
-    """The lines that say how far the updates of the iteration went, and those of the one before."""
+    """The lines on the size of this iteration's updates, and of those of the previous one."""
     last, first = around.metrics[around.at - 1], around.metrics[around.at]
     names = ("train/grad_norm", "train/proximal_kl", "train/clip_fraction_high")
     return [f"{name}: {from_to(last[name], first[name])}" for name in names if name in last and name in first]
@@ -201,7 +203,7 @@ def _metric_finding(
 
 
 def mismatch(around: Around) -> Findings:
-    """An engine that gives tokens other probabilities than the trainer: weights that are not those
+    """An engine whose probabilities of tokens differ from the trainer's: its weights are not those
     that are trained.
     """
     least = MISMATCH_SHARE * around.config.rl.mismatch_max
@@ -229,17 +231,18 @@ def _gap_lines(around: Around) -> list[str]:
 
 
 def reference(around: Around) -> Findings:
-    """A KL to the reference that is at once another, and no update that went so far: it is not the
-    reference of before.
+    """A KL to the reference that jumps without an update of that size: the reference has
+    changed.
     """
     if around.config.rl.kl != "none" and not _has_moved_as_far(around):
         yield from _metric_finding(around, "reference", "train/kl", "the KL to the reference jumps", KL_MIN, np.sqrt)
 
 
 def _has_moved_as_far(around: Around) -> bool:
-    """True when the iteration's own updates went as far as the KL to the reference grew:
+    """True when the iteration's own updates were as large as the growth of the KL to the reference:
     `sqrt(kl) - sqrt(kl before) <= 2 sqrt(proximal_kl)`. The root of a KL grows as a distance does;
-    the factor 2 is there because both are measured on other tokens."""
+    the factor 2 allows for the different tokens on which both are measured.
+    """
     last, now = around.metrics[around.at - 1], around.metrics[around.at]
     way = math.sqrt(max(now.get("train/kl", 0.0), 0.0)) - math.sqrt(max(last.get("train/kl", 0.0), 0.0))
     return way <= 2 * math.sqrt(max(now.get("train/proximal_kl", 0.0), 0.0))
@@ -295,7 +298,7 @@ def truncation(around: Around) -> Findings:
 
 
 def length(around: Around) -> Findings:
-    """Completions that are at once longer or shorter."""
+    """Completions that are suddenly longer or shorter."""
     jump = around.shift_of(around.tokens_R, trend=True)
     if abs(jump.size) < 0.15 * max(jump.before, 1.0):
         return

@@ -1,6 +1,4 @@
-"""Suspects in what is asked: other prompts, the same one again and again, another template around
-them.
-"""
+"""Suspects in the prompts: other prompts, repeated ones, another template around them."""
 
 from __future__ import annotations
 
@@ -15,15 +13,13 @@ from rlpipe.extras.why.around import Around
 from rlpipe.extras.why.changes import shift
 from rlpipe.extras.why.suspects.finding import Finding, Findings, from_to, rows_to_show
 
-PROMPTS_MIN = 6  # distinct prompts of a side, for what they have in common to be no accident
+PROMPTS_MIN = 6  # distinct prompts of a side: with fewer, common tokens may be chance
 TEMPLATE_TOKENS_MIN = 2
 NEW_SHARE = 0.5  # of the prompts from the iteration on, above which those before say little of them
 
 
 def template(around: Around) -> Findings:
-    """Tokens that all prompts of a data set begin or end with, and that are others from the
-    iteration on.
-    """
+    """Tokens at the beginning or end of all prompts of a data set that change at the iteration."""
     for source in sorted({group.prompt.source for group in around.groups}):
         sides = [_distinct(around, source, after) for after in (False, True)]
         if min(map(len, sides)) < PROMPTS_MIN:
@@ -61,7 +57,7 @@ def _distinct(around: Around, source: str, after: bool) -> list[tuple[int, ...]]
 
 
 def _common(texts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all of them begin with."""
+    """The number of tokens that all texts share at their beginning."""
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)))
 
 
@@ -74,8 +70,9 @@ def _messages(around: Around, source: str, after: bool) -> str:
 
 
 def template_tokens(around: Around) -> np.ndarray:
-    """The number of tokens of each group's prompt that all prompts of its data set and side begin
-    or end with, [G]."""
+    """The number of tokens of each group's prompt that all prompts of its data set and side share
+    at their beginning or end, [G].
+    """
     tokens: dict[tuple[str, bool], int] = {}
     for source in {group.prompt.source for group in around.groups}:
         for after in (False, True):
@@ -89,9 +86,9 @@ def template_tokens(around: Around) -> np.ndarray:
 def mix(around: Around) -> Findings:
     """Other prompts than before: of other data sets, longer ones, ones with longer answers.
 
-    The change of the reward is split in two (Oaxaca, Kitagawa): what the same policy gets for
-    prompts like these, and the rest. Prompts of which there were none like them before cannot be
-    split so: theirs is also the rest.
+    The change of the reward is split in two (Oaxaca, Kitagawa): the reward that the same policy
+    gets for prompts like these, and the rest. For prompts that are unlike all earlier ones no split
+    is possible: their change counts as rest too.
     """
     features, first = _features(around), _first_of_each_prompt(around)
     shifts = {name: shift(values_G[first], around.iteration_G[first], around.at) for name, values_G in features.items()}
@@ -117,14 +114,17 @@ def mix(around: Around) -> Findings:
 
 
 def _outside(values_G: np.ndarray, after_G: np.ndarray) -> float:
-    """The share of the groups after whose value no group before comes near to."""
+    """The share of the groups from the iteration on whose value is outside of the range of those
+    before.
+    """
     before, after = values_G[~after_G], values_G[after_G]
     return float(((after < before.min()) | (after > before.max())).mean())
 
 
 def _features(around: Around) -> dict[str, np.ndarray]:
     """Numbers about each group's prompt that are known before it is answered, by name, [G]; only
-    those that vary."""
+    those that vary.
+    """
     prompts = [group.prompt for group in around.groups]
     lengths_G = np.array([len(prompt.prompt_tokens) for prompt in prompts]) - template_tokens(around)
     columns = {"prompt tokens beside the template": lengths_G.astype(float)}
@@ -138,7 +138,9 @@ def _features(around: Around) -> dict[str, np.ndarray]:
 
 
 def _first_of_each_prompt(around: Around) -> np.ndarray:
-    """Positions of groups, one for each prompt of a side: one that comes again says nothing new."""
+    """The positions of groups, one for each prompt of a side: a repeated prompt gives no new
+    information.
+    """
     seen: dict[tuple[bool, tuple[int, ...]], int] = {}
     for index, key in enumerate(zip(around.after_G.tolist(), around.texts(), strict=True)):
         seen.setdefault(key, index)
@@ -146,7 +148,7 @@ def _first_of_each_prompt(around: Around) -> np.ndarray:
 
 
 def _slopes(around: Around, features: dict[str, np.ndarray]) -> np.ndarray:
-    """The reward per unit of each feature, all taken together and within either side, with a little
+    """The reward per unit of each feature, fitted together and within each side, with a little
     ridge.
     """
     rewards_G = around.per_group(np.where(around.fault_R, np.nan, around.reward_R))
@@ -161,7 +163,9 @@ def _slopes(around: Around, features: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _recurring(around: Around) -> list[str]:
-    """The reward of prompts that were drawn on both sides: no mix can change it."""
+    """Lines on the reward of prompts that were drawn on both sides, which no change of the mix
+    explains.
+    """
     rewards: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
     for text, after, reward in zip(around.texts(), around.after_G, around.per_group(around.reward_R), strict=True):
         rewards.setdefault(text, ([], []))[int(after)].append(float(reward))

@@ -1,4 +1,4 @@
-"""The suspect of rewards whose code changed: a part that says something else of the same
+"""The suspect of rewards whose code changed: a part that has another value for the same
 completions.
 """
 
@@ -14,7 +14,7 @@ from rlpipe.extras.why.suspects.scoring import PART_MIN, without
 from rlpipe.rewards.registry import is_service
 from rlpipe.rewards.score import label
 
-KNOWN = 0.25  # R2 from which a part is taken as known from what else is known of a rollout
+KNOWN = 0.25  # R2 from which a part counts as known by the other features of a rollout
 # share of the rollouts from the iteration on that some before are like,
 # below which nothing can be compared
 OVERLAP_MIN = 0.25
@@ -26,23 +26,24 @@ GROUPS_MIN = 3  # of a side, that today's code has scored
 
 
 def reward_parts(around: Around) -> Findings:
-    """A part of the reward that gives completions something else than before.
+    """A part of the reward that has other values for completions than before.
 
-    Today's code is asked where it can be: what gives the stored text of a side the stored values is
-    that side's code. Else rollouts are compared with those before that are like them.
+    Today's code is used where it can be: if it gives the stored values for the stored text of a
+    side, it is that side's code. Else rollouts are compared with similar ones before.
     """
     for name, stored_R in around.parts.items():
         difference_R = stored_R - around.today.get(name, np.full(len(stored_R), np.nan))
         same = _same(around, difference_R)
         if same and max(share.mean() for share in same) >= SAME:
             yield from _by_today(around, name, difference_R, same)
-        else:  # of two other codes only likeness can tell
+        else:  # today's code is neither side's: only likeness can show it
             yield from _by_what_is_alike(around, name)
 
 
 def _same(around: Around, difference_R: np.ndarray) -> list[np.ndarray]:
     """Flags of the rollouts of each side that today's code has scored: True where it gives the
-    stored value. Nothing where it has scored too few groups."""
+    stored value. Empty where it has scored too few groups.
+    """
     sides = [side & np.isfinite(difference_R) for side in (~around.after_R, around.after_R)]
     if min(len({*around.group_R[side].tolist()}) for side in sides) < GROUPS_MIN:
         return []
@@ -50,8 +51,8 @@ def _same(around: Around, difference_R: np.ndarray) -> list[np.ndarray]:
 
 
 def _by_today(around: Around, name: str, difference_R: np.ndarray, same: list[np.ndarray]) -> Findings:
-    """A proof, or nothing: the policy wrote what it wrote, and only the code can make another
-    number of it.
+    """A proof, or nothing: the text is stored, so only a change of the code can give it another
+    value.
     """
     if min(share.mean() for share in same) >= SAME:
         return
@@ -62,8 +63,9 @@ def _by_today(around: Around, name: str, difference_R: np.ndarray, same: list[np
 
 
 def _by_what_is_alike(around: Around, name: str) -> Findings:
-    """The finding that rollouts from the iteration on have more, or less, of a part than rollouts
-    before that are like them."""
+    """The finding that rollouts from the iteration on have more, or less, of a part than similar
+    rollouts before.
+    """
     values_R, expected_R = around.parts[name], _expected(around, name)
     before, after = around.means(values_R)
     shift = _unexpected(around, name, expected_R)
@@ -93,8 +95,9 @@ def _finding(
 
 
 def _features(around: Around, name: str) -> np.ndarray:
-    """Features of each rollout beside one part: the other parts, how like the prompt's answer its
-    own is, its length. [R, F]"""
+    """Features of each rollout without one part: the other parts, the likeness of its answer to the
+    prompt's, its length. [R, F]
+    """
     columns = [column for other, column in around.parts.items() if other != name]
     if np.isfinite(around.matched_R).any():
         columns += [around.matched_R, _alike(around)]
@@ -117,8 +120,9 @@ def _alike(around: Around) -> np.ndarray:
 
 
 def _expected(around: Around, name: str) -> np.ndarray:
-    """The value of a part that is expected of each rollout, by rollouts of other groups before that
-    are like it, [R]; nan where it cannot be known."""
+    """The expected value of a part for each rollout, by similar rollouts of other groups before,
+    [R]; nan where it is not known.
+    """
     values_R = around.parts[name]
     learnt_R = np.isfinite(values_R) & ~around.after_R & ~around.fault_R
     expected_R, known = matched(_features(around, name), values_R, learnt_R, around.group_R)
@@ -127,8 +131,9 @@ def _expected(around: Around, name: str) -> np.ndarray:
 
 
 def _unexpected(around: Around, name: str, expected_R: np.ndarray) -> Shift:
-    """The shift of a part beyond what is expected of it. Where nothing is known of a part, it
-    shifts only when it stops to vary at all."""
+    """The shift of a part beyond its expected value. A part without expectation shifts only when it
+    stops varying.
+    """
     values_R = around.parts[name]
     if np.isfinite(expected_R).any():
         return around.shift_of(values_R - expected_R, trend=True)
@@ -139,7 +144,8 @@ def _unexpected(around: Around, name: str, expected_R: np.ndarray) -> Shift:
 
 def _is_refuted(around: Around, name: str) -> bool:
     """True when the reward without the part falls or rises with it, by half of its share or more:
-    then the completions changed."""
+    then the completions changed.
+    """
     proof = without(around, name)
     if proof is None or proof.stored is None:
         return False
@@ -151,7 +157,7 @@ def _is_refuted(around: Around, name: str) -> bool:
 
 
 def _constant(values: np.ndarray) -> float | None:
-    """The one value that they all have."""
+    """The single value that all have; None where they differ."""
     known = values[np.isfinite(values)]
     return float(known[0]) if len(known) >= 16 and np.ptp(known) == 0 else None
 

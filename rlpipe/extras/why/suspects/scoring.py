@@ -1,5 +1,6 @@
-"""Suspects in the scoring: faults, other weights and arguments of
-rewards, a part that is hacked."""
+"""Suspects in the scoring: faults, other weights and arguments of rewards, a part that is
+hacked.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ def faults(around: Around) -> Findings:
 def reward_settings(around: Around) -> Findings:
     """Weights and arguments of rewards that a fork changed.
 
-    What the completions from the iteration on would have had by those of before is known by the
-    stored parts, and by today's code where arguments changed; where it is not, what the others
-    leave over is theirs.
+    The reward of completions from the iteration on by the earlier settings is known from the stored
+    parts, and from today's code where arguments changed; where it is not known, these settings
+    explain what the other findings leave.
     """
     lines = [line for line in around.changed if line.startswith(("rl.rewards", "rl.reward_args"))]
     if not lines:
@@ -76,8 +77,9 @@ def reward_settings(around: Around) -> Findings:
 
 
 def _by_the_old(around: Around) -> np.ndarray:
-    """The reward of each rollout by the settings of the iteration, minus its reward by those of
-    before, [R]; nan where that is not known."""
+    """The reward of each rollout by the settings of the iteration, minus its reward by the earlier
+    ones, [R]; nan where that is not known.
+    """
     old, new = around.config_before.rl, around.config.rl
     if old.reward_args == new.reward_args and new.rewards.keys() == old.rewards.keys():
         now = before = around.parts
@@ -99,8 +101,8 @@ def _total(parts: dict[str, np.ndarray], rewards: dict[str, float], count: int) 
 
 
 def without(around: Around, part: str) -> WhatIf | None:
-    """The iteration scored without the reward that a part is of; where there is no other, by what
-    scores today.
+    """The iteration scored without the reward that a part belongs to; where it is the only reward,
+    with today's code.
     """
     rewards, args = around.config.rl.rewards, around.config.rl.reward_args
     suspect = next((name for name in rewards if gives(name, part)), None)
@@ -117,7 +119,7 @@ def without(around: Around, part: str) -> WhatIf | None:
 
 def hacked(around: Around) -> Findings:
     """A part of the reward that rises while another part, or the share of right answers, falls: the
-    policy learns what pays.
+    policy exploits the reward.
     """
     columns = dict(around.parts)
     if np.isfinite(around.matched_R).any():
