@@ -116,10 +116,9 @@ def policy_terms(
     above (bool). 0 and False where masked.
 
     ValueError for an unknown objective. For `dppo` pass the rollout's logprobs as the proximal
-    ones; a row is a sequence. Clipped tokens have no gradient. In `ppo` and `gspo` these are tokens
-    with a ratio too low and A < 0, too high and A > 0, or above the dual clip and A < 0; in `dppo`
-    the same with the difference of probabilities; in `cispo` tokens with a bounded weight, for any
-    A.
+    ones; a row is a sequence. Clipped tokens have no gradient: in `ppo` and `gspo` a ratio too low
+    and A < 0, too high and A > 0, or above the dual clip and A < 0; in `dppo` the same with the
+    difference of probabilities; in `cispo` a bounded weight, for any A.
     """
     terms = _entry(OBJECTIVES, "objective", objective)
     kept_BT = mask_BT.bool()

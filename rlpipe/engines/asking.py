@@ -48,14 +48,12 @@ async def ask(
     enough: asyncio.Event,
     computed: asyncio.Event,
 ) -> tuple[Completion, EngineUnavailable | None]:
-    """Returns the completion that one engine sampled, and the fault that ended it early, if any.
-    The completion is whole, or has the tokens that were sampled until `enough` was set or the fault
-    occurred.
+    """Returns the completion that one engine sampled, whole or until `enough` was set, and the
+    fault that ended it early, if any.
 
-    It is also a fault when none of our requests to the engine got a token for `progress_timeout_s`;
-    a request that waits while others get tokens is no fault. `computed` is set with the first token
-    of the request, as its prompt is computed then. When this is cancelled, the request is aborted
-    on the engine.
+    A fault is also that none of our requests to the engine got a token for `progress_timeout_s`.
+    `computed` is set with the request's first token: its prompt is computed then. A cancellation
+    aborts the request on the engine.
     """
 
     def on_tokens() -> None:
@@ -86,8 +84,7 @@ async def ask(
             fault = fault or EngineUnavailable(f"{client.name} aborted a request that nobody asked it to abort")
     except EngineUnavailable as error:
         fault = error
-    # nobody waits for the completion: the engine must not compute it
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # nobody waits for the completion: the engine must not compute it
         if not client.session.closed:
             with contextlib.suppress(EngineError, TimeoutError):
                 await asyncio.wait_for(client.abort([request.request_id]), ABORT_ANSWER_S)
