@@ -73,9 +73,7 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
-        compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(
-            COMMANDS["why --second"], "rlpipe why"
-        )
+        compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(COMMANDS["why --second"], "why")
         is_named = compare(stored, second, echo_all)
     else:
         explain: Callable[..., bool] = opened(COMMANDS["why"], "why")
