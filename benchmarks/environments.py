@@ -37,10 +37,12 @@ from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, Sampling
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.environments.pool import EnvironmentPool
+from rlpipe.extras.environments.player import EnvironmentPlayer
+from rlpipe.loop.player import Hooks
 from rlpipe.processes.launch import free_port, raise_file_limit
 from rlpipe.records.prompt import Prompt
+from rlpipe.records.rollout import PromptGroup
 from rlpipe.services.calls import new_session
-from rlpipe.stages.turns import PlayedCompletion, play
 
 ROOT = Path(__file__).parent.parent
 ENGINES, GROUP, TURN_TOKENS = 2, 8, 32
@@ -93,23 +95,22 @@ async def through(
     prompts = [Prompt(f"p/{index}", "p", messages, "x") for index in range(arguments.rollouts // GROUP)]
     params = [Sampling(1 << 16, seed=seed) for seed in range(GROUP)]
     requests = [GroupRequest(prompt.prompt_id, tokens, params, [NOTHING_YET] * GROUP) for prompt in prompts]
-    rl = SimpleNamespace(turns_max=arguments.turns, reward_fallback=None, environment=kind)
+    rl: Any = SimpleNamespace(turns_max=arguments.turns, reward_fallback=None, environment=kind)
     args = {"seconds": arguments.step_s, "turns": arguments.turns}
     environments = EnvironmentPool(f"benchmarks.waiting:{kind}", args, processes, arguments.step_s + 30.0)
     watch = Watch()
     async with new_session() as http:
         pool = await played_pool(http, ports)
-        session: Any = SimpleNamespace(
-            pool=pool, environments=environments, tokenizer=tokenizer, config=SimpleNamespace(rl=rl)
-        )
+        player = EnvironmentPlayer(rl, pool, tokenizer, environments)
+        groups_asked = [PromptGroup(index, index, prompt) for index, prompt in enumerate(prompts)]
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        groups = await watch.watched(lambda: play(session, requests, prompts))
+        groups = await watch.watched(lambda: player.play(requests, groups_asked, Hooks()))
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     await environments.close()
     rollouts = [rollout for group in groups for rollout in group]
     assert len(rollouts) == arguments.rollouts
     for rollout in rollouts:
-        assert isinstance(rollout, PlayedCompletion) and rollout.finish_reason == "stop"
+        assert rollout.outcome is not None and rollout.completion.finish_reason == "stop"
         assert rollout.outcome.reward == rollout.outcome.num_turns == arguments.turns
     print(
         f"{kind:10s} {watch.num_workers:3d} processes {took_s:8.1f} s   {cpu_s:6.1f} s of the flow's processor   "

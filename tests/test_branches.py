@@ -20,11 +20,11 @@ from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
+from rlpipe.extras.agents.player import branch_rows
 from rlpipe.loop.session import Session
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import ROLLOUTS as ROLLOUT_COLUMNS
 from rlpipe.records.rollout import Branch, Rollout, with_branches
-from rlpipe.stages.agents import branch_rows
 from rlpipe.stages.branches import branches_of, shards_with_branches
 from rlpipe.stages.filtering import filter_groups, with_advantages
 from rlpipe.stages.generation import generate

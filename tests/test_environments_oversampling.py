@@ -7,7 +7,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,9 +19,9 @@ from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.turns import Turns, policy_turns
 from rlpipe.records.rollout import EnvironmentOutcome
 from rlpipe.stages.sampling import check_carried
-from rlpipe.stages.turns import played_before, policy_turns
 from rlpipe.store.run import planned_fork
 from tests.rows import BATCH, CARRIED
 from tests.rows import rollout as rollout_of
@@ -126,7 +126,8 @@ class TurnWorld(World):
     def start(self, run: Any = None) -> None:
         super().start(run)
         played: Any = self.session
-        played.data.tokenizer, played.environments = TurnTokenizer(), HonestEnvironments()
+        played.data.tokenizer = TurnTokenizer()
+        played.player = replace(played.player, environments=HonestEnvironments())
 
 
 def check_rollout(row: JsonDict) -> None:
@@ -192,15 +193,10 @@ def test_who_wrote_what_is_found_again() -> None:
     assert policy_turns(tokenizer, told[:2], [say]) == [range(2)], "ended by its environment"
     assert policy_turns(tokenizer, told[:0], []) == [range(0)]
     prior = Completion(told, logprobs_of([-1.0] * 7), "abort", [(1, 7)], "e")
-    assert played_before(tokenizer, [1], prior, EnvironmentOutcome(0.0, 1, "", {}, [say])).policy_mask == [
-        1,
-        1,
-        0,
-        0,
-        0,
-        1,
-        1,
-    ]
+    opened: list[Any] = []
+    begun = Turns(tokenizer, opened.append, [1], (30, 3), prior, EnvironmentOutcome(0.0, 1, "", {}, [say]))  # type: ignore[arg-type]
+    assert [*begun.policy_mask] == [1, 1, 0, 0, 0, 1, 1]
+    assert opened == [[(tokenizer.decode([101, END]), say)]]
     with pytest.raises(AssertionError, match="other tokens"):
         policy_turns(tokenizer, told, [[{"role": "user", "content": "y"}]])
 

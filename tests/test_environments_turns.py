@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,13 +36,13 @@ from rlpipe.environments.protocol import Step
 from rlpipe.loop.session import Session
 from rlpipe.processes.pool import wait_for_end
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import EnvironmentOutcome, Rollout
+from rlpipe.records.rollout import Rollout
 from rlpipe.records.turns import turns_of
 from rlpipe.stages import generation
 from rlpipe.stages.generation import generate, round_at_work
+from rlpipe.stages.rollouts import environment_metrics
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score, score_rollouts
-from rlpipe.stages.turns import PlayedCompletion, environment_metrics
 from rlpipe.store.run import create_or_continue
 from tests.deadlines import SHORT_S, until_async
 from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout
@@ -201,10 +201,10 @@ def runs(tokens: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
 def test_every_token_is_accounted_for(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     random = Random(seed)
     session: Any = made_session(tmp_path_factory.mktemp("turns"), random)
-    session.environments = PlayedEnvironments(random)
+    session.player = replace(session.player, environments=PlayedEnvironments(random))
     _, ref = asyncio.run(sampled(session))
     rows = read_rows(session.run.store, ref, "rollouts.parquet", ROLLOUTS)
-    environments = session.environments.opened[4:]  # the first ones asked the prompts
+    environments = session.player.environments.opened[4:]  # the first ones asked the prompts
     assert len(rows) == len(environments) == 12
     for row, environment in zip(rows, environments, strict=True):
         check_rollout(row, environment)
@@ -468,7 +468,7 @@ async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_commi
 
 async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any) -> None:
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
-    for process in session.environments._processes:
+    for process in session.player.environments._processes:
         process.hello["path"] = "fickle:Other"
         psutil.Process(process._process.pid).children()[0].kill()
         wait_for_end(process._process)
@@ -505,10 +505,6 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
     assert environment_metrics(rows[:1], names_from=rows) == told | {
         "turns_mean": 1.0, "environment_calls_mean": 0.0, "out_of_turns_fraction": 0.0
     }  # fmt: skip
-    played = PlayedCompletion(
-        tokens_of([1]), logprobs_of([0.0]), "stop", [(0, 1)], "e", [1], [1], EnvironmentOutcome(0.0, 1, "")
-    )
-    assert played.finished and isinstance(played, Completion)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +538,7 @@ def test_preflight_tries_the_environment_and_the_template(folder: Path) -> None:
 def test_groups_are_stored_whole(tmp_path: Path) -> None:
     random = Random(5)
     session: Any = made_session(tmp_path, random)
-    session.environments = PlayedEnvironments(random)
+    session.player = replace(session.player, environments=PlayedEnvironments(random))
     _, ref = asyncio.run(sampled(session))
     rows = read_rows(session.run.store, ref, "rollouts.parquet", ROLLOUTS)
     assert [[row["rollout_index"] for row in group] for group in grouped(rows)] == [[0, 1, 2]] * 4

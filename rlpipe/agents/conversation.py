@@ -15,9 +15,8 @@ from rlpipe.agents.chat import ChatRequest, as_text
 from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
-from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
+from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.records.prompt import Message, Messages, Tool
-from rlpipe.records.rollout import CUT_SHORT
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +83,8 @@ class ConversationTree:
             # nothing would stand between two replies, and a mask shows where one ends
             if not tokens:
                 continue
-            version, _ = node.completion.spans[-1]
-            said = Completion(
-                tokens_of(tokens),
-                logprobs_of([0.0] * len(tokens)),
-                CUT_SHORT,
-                [(version, len(tokens))],
-                node.completion.engine,
-            )
             mask = node.policy_mask + bytes(len(tokens))
-            return Context(node, node.prompt_tokens, node.completion.then(said), mask, [*node.added, news])
+            return Context(node, node.prompt_tokens, node.completion.told(tokens), mask, [*node.added, news])
         tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer
         messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
         tokens = tokenizer.encode_prompt(messages, tokens_max)

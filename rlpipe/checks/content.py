@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rlpipe.agents.pool import check_agent
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed
@@ -25,10 +24,9 @@ from rlpipe.config.sections import DataConfig
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
-from rlpipe.environments.pool import check_environment
+from rlpipe.loop.player import kind_of_player
 from rlpipe.processes.compiler import check_compiler
 from rlpipe.processes.gpus import check_gpus
-from rlpipe.processes.pool import code_environment
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
@@ -259,18 +257,15 @@ class Content:
         """The prompts of each set of one use; an empty list for a set that could not be read."""
         return [self.prompts.get(label(data), []) for data in self.config.sets(use)]
 
-    def environment(self) -> str:
-        """Checks that the environment loads; its messages are tried on the chat template with the
-        tokenizer.
+    def player(self) -> str:
+        """Checks that the environment or the agent loads; the messages of an environment are tried
+        on the chat template with the tokenizer.
         """
         rl = self.config.rl
-        self.roles = check_environment(rl.environment, rl.environment_args, code_environment(rl.secrets))
-        return f"environment: {rl.environment}"
-
-    def agent(self) -> str:
-        """Checks that the agent's program exists, or that its function loads."""
-        check_agent(self.config.rl)
-        return f"agent: {self.config.rl.agent}"
+        kind = kind_of_player(rl)
+        assert kind is not None, "asked for a run with an environment or an agent"
+        self.roles = kind.check(rl)
+        return f"agent: {rl.agent}" if rl.agent else f"environment: {rl.environment}"
 
     def rewards(self, uses: list[str], tried: bool) -> str:
         """Checks that the rewards of these uses load, and score a row of each set.

@@ -137,10 +137,8 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
         looks += [(label(data_set), partial(content.data_set, data_set)) for data_set in wanted]
     if data and config.sft.validated and not has_sft:
         looks.append(("validation", content.validation))
-    if rl.num_iterations and not is_complete and rl.environment:
-        looks.append(("environment", content.environment))
-    if rl.num_iterations and not is_complete and rl.agent:
-        looks.append(("agent", content.agent))
+    if rl.num_iterations and not is_complete and (rl.environment or rl.agent):
+        looks.append(("environment" if rl.environment else "agent", content.player))
     if data and not has_base:
         looks.append(("tokenizer", content.tokenizer))
     if rl.reference and not is_complete and (run is None or not run.has_reference):

@@ -41,6 +41,11 @@ ENGINES = {  # SGLang is in the core
 }
 # by command, the module that it runs
 SERVERS = {"engine": Extra(f"{ROOM}.local_engine.kind:SERVER")}
+# by the field of the section rl that names what is played
+PLAYERS = {
+    "environment": Extra(f"{ROOM}.environments.player:ENVIRONMENT"),
+    "agent": Extra(f"{ROOM}.agents.player:AGENT"),
+}
 REWARDS = {"code": Extra(f"{ROOM}.code_sandbox.code:CODE")}
 
 

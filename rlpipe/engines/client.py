@@ -99,6 +99,14 @@ class Completion:
         logprobs = self.rollout_logprobs + rest.rollout_logprobs
         return Completion(self.tokens + rest.tokens, logprobs, rest.finish_reason, spans, engine)
 
+    def told(self, tokens: Sequence[int]) -> Completion:
+        """This completion and tokens after it that no policy sampled: unfinished, with logprob 0,
+        counted to the version that sampled last.
+        """
+        version, _ = self.spans[-1]
+        logprobs = logprobs_of([0.0] * len(tokens))
+        return self.then(Completion(tokens_of(tokens), logprobs, "abort", [(version, len(tokens))], self.engine))
+
 
 def number_of(logprob: float | None) -> float:
     """The logprob as a number; engines send NaN as null."""

@@ -15,24 +15,22 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from rlpipe.agents.pool import Agents
 from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
-from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.loop.behind import Behind
 from rlpipe.loop.clock import Clock
 from rlpipe.loop.colocation import MemoryTurns
 from rlpipe.loop.holding import cancelled_when_taken_over, told
+from rlpipe.loop.player import Player, PlayerParts, player_of
 from rlpipe.loop.run_data import RunData
 from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.loop.scratch import remove_copies, work_dir_of
 from rlpipe.loop.seat import TrainerSeat
 from rlpipe.processes.launch import raise_file_limit
-from rlpipe.processes.pool import code_environment
 from rlpipe.report.curves import fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
@@ -138,21 +136,12 @@ class Session:
         return pool
 
     @cached_property
-    def environments(self) -> EnvironmentPool:
+    def player(self) -> Player:
+        """The player of this run's rollouts."""
         self.check_open()
-        rl = self.config.rl
-        limits = rl.environment_timeout_s, rl.environment_total_s
-        pool = EnvironmentPool(
-            rl.environment, rl.environment_args, rl.reward_workers, *limits, code_environment(rl.secrets)
-        )
-        self._closing.push_async_callback(pool.close)
-        return pool
-
-    @cached_property
-    def agents(self) -> Agents:
-        self.check_open()
-        self._closing.push_async_callback((agents := Agents(self.config.rl, self.data.tokenizer)).close)
-        return agents
+        player = player_of(PlayerParts(self.config, self.pool, self.data.tokenizer, self.run.store))
+        self._closing.push_async_callback(player.close)
+        return player
 
     def check_open(self) -> None:
         """EngineError once the session is closed.

@@ -152,6 +152,18 @@ class CarriedRollout(Prompt):
         return Prompt(**{name: getattr(self, name) for name in PROMPTS})
 
 
+@dataclass(frozen=True)
+class PromptGroup:
+    """One group of a sampling round: its prompt, and the rollouts that an earlier iteration
+    began.
+    """
+
+    slot: int  # in the round
+    group_index: int  # in the iteration
+    prompt: Prompt
+    carried: list[CarriedRollout] = field(default_factory=list)
+
+
 @dataclass(frozen=True, eq=False)
 class Conversation:
     """A conversation of SFT as tokens [T]; the mask [T] is 1 on the assistant's tokens."""

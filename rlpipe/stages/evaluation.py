@@ -13,15 +13,15 @@ from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.player import Hooks
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, agent_fields, sample, sampling_params
-from rlpipe.stages.rollouts import PromptGroup, rollouts_of
+from rlpipe.records.rollout import SCORES, PromptGroup, Rollout
+from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, agent_fields, sampling_params
+from rlpipe.stages.rollouts import environment_metrics, rollouts_of
 from rlpipe.stages.sampling import check_lengths, encoded_prompts
 from rlpipe.stages.scoring import SCORING, score_rollouts
-from rlpipe.stages.turns import environment_metrics
 
 # fields that evaluations share with RL, unless they are given
 OWN = ("completion_tokens_max", "top_p", "rewards")
@@ -90,12 +90,12 @@ async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Ro
     prompts = [prompt for rows in sets for prompt in rows[: session.config.evaluation.prompts_max]]
     prompts = await encoded_prompts(session, "evaluation", prompts)
     requests = [_request(session, prompt, version) for prompt in prompts]
-    completions = await sample(session, requests, prompts)
-    groups = [PromptGroup(index, index, prompt, []) for index, prompt in enumerate(prompts)]
+    groups = [PromptGroup(index, index, prompt) for index, prompt in enumerate(prompts)]
+    trajectories = await session.player.play(requests, groups, Hooks())
     return prompts, [
         rollout
-        for group, request, completed in zip(groups, requests, completions, strict=True)
-        for rollout in rollouts_of(session, group, request, completed, version)
+        for group, request, played in zip(groups, requests, trajectories, strict=True)
+        for rollout in rollouts_of(session, group, request, played, version)
     ]
 
 

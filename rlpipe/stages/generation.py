@@ -14,20 +14,19 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.seeds import rollout_seed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
-from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
-from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.engines.client import NOTHING_YET, Sampling
+from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.player import Hooks, Trajectory
 from rlpipe.loop.sampling_round import SamplingRound, Scores
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import ROLLOUTS, Group, Rollout, grouped
-from rlpipe.stages.agents import act, write_branches
+from rlpipe.records.rollout import ROLLOUTS, Group, PromptGroup, Rollout, grouped
 from rlpipe.stages.branches import branch_fields
 from rlpipe.stages.filtering import survives
-from rlpipe.stages.rollouts import PromptGroup, ShardGroups, prior
+from rlpipe.stages.rollouts import ShardGroups, prior_of, write_branches
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING, rewarded
-from rlpipe.stages.turns import play
 from rlpipe.store.artifacts import read_manifest, read_records
 
 log = logging.getLogger(__name__)
@@ -87,19 +86,14 @@ async def generate(
     made = ShardGroups(session, sampling_round, shard_groups, requests, version)
     if session.config.rl.oversampling > 1:
         await sampling_round.count_committed(partial(_committed_of_round, session, groups, keys))
-        completions = await _until_enough(made)
+        trajectories = await _until_enough(made)
     else:
-        prompts_of_groups = [group.prompt for group in shard_groups]
-        completions = await sample(session, requests, prompts_of_groups, made.score, shard=keys[shard])
-    rollouts = [rollout for index, group in enumerate(completions) for rollout in await made.rollouts(index, group)]
+        hooks = Hooks(made.score, replies=session.run.folder(*keys[shard]))
+        trajectories = await session.player.play(requests, shard_groups, hooks)
+    rollouts = [rollout for index, group in enumerate(trajectories) for rollout in await made.rollouts(index, group)]
     await _check_answered(session, sampling_round, keys, shard, rollouts)
     files = [await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
-    files += await asyncio.to_thread(
-        write_branches,
-        attempt,
-        [(group.group_index, sampled) for group, sampled in zip(shard_groups, completions, strict=True)],
-        session.config.rl,
-    )
+    files += await asyncio.to_thread(write_branches, attempt, trajectories)
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
     return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
 
@@ -130,7 +124,7 @@ def _request(session: Session, group: PromptGroup, iteration: int, round_index: 
     this iteration.
     """
     rl, prompt_id = session.config.rl, group.prompt.prompt_id
-    priors = [prior(session, rollout) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
+    priors = [prior_of(rollout, rl.completion_tokens_max) for rollout in group.carried] or [NOTHING_YET] * rl.group_size
     seeds = [
         group.carried[index].seed
         if completion.finished
@@ -139,27 +133,6 @@ def _request(session: Session, group: PromptGroup, iteration: int, round_index: 
     ]
     params = [sampling_params(session, "rl", rl.temperature, seed) for seed in seeds]
     return GroupRequest(prompt_id, group.prompt.prompt_tokens.tolist(), params, priors)
-
-
-async def sample(
-    session: Session,
-    requests: list[GroupRequest],
-    prompts: list[Prompt],
-    on_group: OnGroup | None = None,
-    enough: asyncio.Event | None = None,
-    shard: StageKey | None = None,
-) -> list[list[Completion]]:
-    """The completions of every group: sampled from the policy alone, in the environment, or by the
-    agent, where there is one.
-
-    `on_group`, `enough`: as in `EnginePool.generate`; agents do not use them: they keep the replies
-    that they received, beside `shard`.
-    """
-    if session.config.rl.agent:
-        return await act(session, requests, prompts, shard)
-    if session.config.rl.environment:
-        return await play(session, requests, prompts, on_group, enough)
-    return await session.pool.generate(requests, on_group, enough)
 
 
 def sampling_params(session: Session, use: str, temperature: float, seed: int) -> Sampling:
@@ -201,16 +174,15 @@ def committed_groups(session: Session, key: StageKey) -> list[Group]:
     )
 
 
-async def _until_enough(made: ShardGroups) -> list[list[Completion]]:
-    """The completions of a shard; sampling stops once enough groups of the round have survived."""
+async def _until_enough(made: ShardGroups) -> list[list[Trajectory]]:
+    """The trajectories of a shard; sampling stops once enough groups of the round have survived."""
     enough = made.sampling_round.begin(group.group_index for group in made.groups)
 
-    async def on_group(index: int, completions: list[Completion]) -> None:
+    async def on_group(index: int, trajectories: list[Trajectory]) -> None:
         if not enough.is_set():
-            await made.sampling_round.judge(made.groups[index].prompt, await made.rollouts(index, completions))
+            await made.sampling_round.judge(made.groups[index].prompt, await made.rollouts(index, trajectories))
 
-    prompts = [group.prompt for group in made.groups]
-    return await sample(made.session, made.requests, prompts, on_group, enough)
+    return await made.session.player.play(made.requests, made.groups, Hooks(on_group, enough))
 
 
 async def _check_answered(

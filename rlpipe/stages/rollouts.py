@@ -1,4 +1,4 @@
-"""The rollouts of a shard, which are made of completions."""
+"""The rollouts of a shard, which are made of trajectories."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlpipe.base.references import FileRecord
+from rlpipe.base.values import Metrics
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.loop.player import Trajectory
 from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.loop.session import Session
+from rlpipe.loop.stage import Attempt
 from rlpipe.records.kinds import Span
 from rlpipe.records.messages import content_text
-from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import CUT_SHORT, TRUNCATED, CarriedRollout, Group, Rollout
-from rlpipe.stages.turns import PlayedCompletion, played_before
-
-
-@dataclass(frozen=True)
-class PromptGroup:
-    """One group of a sampling round: its prompt, and the rollouts that an earlier iteration
-    began.
-    """
-
-    slot: int  # in the round
-    group_index: int  # in the iteration
-    prompt: Prompt
-    carried: list[CarriedRollout]
+from rlpipe.records.rollout import (
+    BRANCHES_FILE,
+    CUT_SHORT,
+    OUT_OF_TURNS,
+    TRUNCATED,
+    Branch,
+    CarriedRollout,
+    Group,
+    PromptGroup,
+    Rollout,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,61 +43,65 @@ class ShardGroups:
     version: int
     finished: dict[int, Group] = field(default_factory=dict)
 
-    async def rollouts(self, index: int, completions: list[Completion]) -> Group:
+    async def rollouts(self, index: int, trajectories: list[Trajectory]) -> Group:
         """The rollouts of one group.
 
         Made in a thread: to decode millions of tokens would block the event loop, and so other
         requests.
         """
         if index not in self.finished:
-            group = self.groups[index], self.requests[index], completions
+            group = self.groups[index], self.requests[index], trajectories
             self.finished[index] = await asyncio.to_thread(rollouts_of, self.session, *group, self.version)
         return self.finished[index]
 
-    async def score(self, index: int, completions: list[Completion]) -> None:
+    async def score(self, index: int, trajectories: list[Trajectory]) -> None:
         """Starts to score a finished group while others are sampled, without waiting: rollouts are
         committed before their rewards.
         """
-        self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, completions))
+        self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, trajectories))
 
 
 def rollouts_of(
-    session: Session, group: PromptGroup, request: GroupRequest, completions: list[Completion], version: int
+    session: Session, group: PromptGroup, request: GroupRequest, trajectories: list[Trajectory], version: int
 ) -> Group:
-    """The completions of one group as rollouts; `version` is the newest that sampled them."""
-    prompt, train_stale_tokens = group.prompt, session.config.rl.train_stale_tokens
-    assert len(completions) == len(request.params), f"{prompt.prompt_id}: a completion was lost or came twice"
-    for prior, completion in zip(request.prior, completions, strict=True):
-        assert completion.tokens[: len(prior.tokens)] == prior.tokens, (
-            f"{prompt.prompt_id}: a rollout did not go on as it was"
+    """The trajectories of one group as rollouts; `version` is the newest that sampled them."""
+    prompt_id = group.prompt.prompt_id
+    assert len(trajectories) == len(request.params), f"{prompt_id}: a rollout was lost or came twice"
+    for prior, trajectory in zip(request.prior, trajectories, strict=True):
+        assert trajectory.completion.tokens[: len(prior.tokens)] == prior.tokens, (
+            f"{prompt_id}: a rollout did not go on as it was"
         )
-    rollouts = []
-    for index, (params, completion) in enumerate(zip(request.params, completions, strict=True)):
-        mask = loss_mask(completion.spans, version, train_stale_tokens)
-        prompt_tokens, outcome = prompt.prompt_tokens, None
-        if isinstance(completion, PlayedCompletion):
-            prompt_tokens = np.array(completion.prompt_tokens, dtype=np.int32)
-            mask, outcome = mask * np.array(completion.policy_mask, dtype=np.int8), completion.outcome
-        rollouts.append(
-            Rollout(
-                prompt_id=prompt.prompt_id,
-                group_index=group.group_index,
-                rollout_index=index,
-                prompt=content_text(prompt.messages[-1]),
-                prompt_tokens=prompt_tokens,
-                completion=session.data.tokenizer.decode(completion.tokens.tolist()),
-                completion_tokens=np.array(completion.tokens, dtype=np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
-                weight_version=completion.spans[-1][0] if completion.spans else version,
-                weight_versions=tuple(Span(*span) for span in completion.spans),
-                finish_reason=completion.finish_reason,
-                seed=params.seed,
-                engine=completion.engine,
-                environment=outcome,
-            )
-        )
-    return rollouts
+    return [
+        _rollout_of(session, group, index, params.seed, trajectory, version)
+        for index, (params, trajectory) in enumerate(zip(request.params, trajectories, strict=True))
+    ]
+
+
+def _rollout_of(
+    session: Session, group: PromptGroup, index: int, seed: int, trajectory: Trajectory, version: int
+) -> Rollout:
+    """One trajectory as a rollout; `index`: in its group."""
+    completion = trajectory.completion
+    mask = loss_mask(completion.spans, version, session.config.rl.train_stale_tokens)
+    if trajectory.policy_mask is not None:
+        mask = mask * np.frombuffer(trajectory.policy_mask, dtype=np.int8)
+    return Rollout(
+        prompt_id=group.prompt.prompt_id,
+        group_index=group.group_index,
+        rollout_index=index,
+        prompt=content_text(group.prompt.messages[-1]),
+        prompt_tokens=np.array(trajectory.prompt_tokens, dtype=np.int32),
+        completion=session.data.tokenizer.decode(completion.tokens.tolist()),
+        completion_tokens=np.array(completion.tokens, dtype=np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.array(completion.rollout_logprobs, dtype=np.float32),
+        weight_version=completion.spans[-1][0] if completion.spans else version,
+        weight_versions=tuple(Span(*span) for span in completion.spans),
+        finish_reason=completion.finish_reason,
+        seed=seed,
+        engine=completion.engine,
+        environment=trajectory.outcome,
+    )
 
 
 def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bool) -> np.ndarray:
@@ -105,14 +109,6 @@ def loss_mask(spans: list[tuple[int, int]], version: int, train_stale_tokens: bo
     assert all(sampled_by <= version for sampled_by, _ in spans), f"spans {spans} of a rollout of version {version}"
     trained = [train_stale_tokens or sampled_by == version for sampled_by, _ in spans]
     return np.repeat(np.array(trained, dtype=np.int8), [num_tokens for _, num_tokens in spans])
-
-
-def prior(session: Session, carried: CarriedRollout) -> Completion:
-    """The completion of a partial rollout so far, with the answers of its environment."""
-    sampled = prior_of(carried, session.config.rl.completion_tokens_max)
-    if carried.environment is None:
-        return sampled
-    return played_before(session.data.tokenizer, carried.prompt_tokens.tolist(), sampled, carried.environment)
 
 
 def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
@@ -125,3 +121,34 @@ def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
         reason = TRUNCATED
     spans = [(span.version, span.num_tokens) for span in carried.weight_versions]
     return Completion(tokens, logprobs_of(carried.rollout_logprobs), reason, spans, carried.engine)
+
+
+def write_branches(attempt: Attempt, trajectories: list[list[Trajectory]]) -> list[FileRecord]:
+    """Writes the branches that are not the rollouts' own as one file; no file where there are
+    none.
+    """
+    branches = [branch for group in trajectories for trajectory in group for branch in trajectory.branches]
+    return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
+
+
+def environment_metrics(rollouts: list[Rollout], names_from: list[Rollout] | None = None) -> Metrics:
+    """Means over rollouts of their turns, the environment's reward and its own metrics, and the
+    fraction of rollouts that were out of turns; empty where there is no environment.
+
+    A metric that a rollout lacks is 0 for it. `names_from`: the rollouts whose metrics give the
+    names, where `rollouts` are a part of them.
+    """
+    played = [(rollout, rollout.environment) for rollout in rollouts if rollout.environment]
+    if not played:
+        return {}
+    outcomes = [outcome for _, outcome in played]
+    names = {name for rollout in names_from or rollouts if rollout.environment for name in rollout.environment.metrics}
+    values = {
+        "turns_mean": [float(outcome.num_turns) for outcome in outcomes],
+        "environment_reward_mean": [outcome.reward for outcome in outcomes],
+        "out_of_turns_fraction": [float(rollout.finish_reason == OUT_OF_TURNS) for rollout, _ in played],
+    }
+    values |= {
+        f"environment_{name}_mean": [outcome.metrics.get(name, 0.0) for outcome in outcomes] for name in sorted(names)
+    }
+    return {name: float(np.mean(entries)) for name, entries in values.items()}

@@ -30,7 +30,6 @@ from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.kinds import Float, Int32, Text
 from rlpipe.records.prompt import Message, Prompt
 from rlpipe.records.rollout import CarriedRollout, Group
-from rlpipe.stages.turns import environment_prompts
 from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
@@ -200,9 +199,7 @@ async def encoded_prompts(session: Session, use: str, prompts: list[Prompt]) -> 
     """The prompts of a use with the tokens that the policy is given: those of the environment's
     first messages, where there is an environment.
     """
-    messages = [prompt.messages for prompt in prompts]
-    if session.config.rl.environment:
-        messages = await environment_prompts(session, prompts)
+    messages = await session.player.first_messages(prompts)
 
     def encoded(prompt: Prompt, asking: list[Message]) -> Prompt:
         tools = None if session.config.rl.environment else prompt.tools  # an environment's prompt has its own tools

@@ -23,8 +23,8 @@ from rlpipe.records.rollout import ROLLOUTS, SCORE_COLUMNS, SCORES, TRUNCATED, W
 from rlpipe.records.turns import turns_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Item, RolloutFacts, Score, facts_of
+from rlpipe.stages.rollouts import environment_metrics
 from rlpipe.stages.sampling import prompts_by_id
-from rlpipe.stages.turns import environment_metrics
 from rlpipe.store.artifacts import read_records, read_records_if_any
 
 log = logging.getLogger(__name__)
