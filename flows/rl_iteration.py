@@ -12,7 +12,7 @@ from prefect import flow
 
 from flows.session import open_session
 from flows.ui import publish_iteration
-from rlpipe.base.manifests import IterationRecord, StageResult
+from rlpipe.base.manifests import ActionResult, IterationRecord, StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session
@@ -22,6 +22,7 @@ from rlpipe.stages.generation import num_shards
 from rlpipe.stages.iteration import Before, commit_iteration, committed_before
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.training import other_reference
+from rlpipe.store.facts import BatchFacts, PromptsFacts, facts_of
 from rlpipe.stored.redo import rounds_to_redo
 from tasks import stages
 
@@ -43,7 +44,7 @@ class Sampled(NamedTuple):
 class Trained(NamedTuple):
     """The results of an iteration: the training, and the policy that results from it."""
 
-    training: StageResult
+    training: ActionResult
     policy: StageResult
 
 
@@ -106,8 +107,9 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
             scores=[scored.ref for scored in scores],
             pass_rates=pass_rates,
         )
-        num_kept = batch.metrics["rollout/groups_kept"]
-        if not batch.metrics["needs_more"]:
+        facts = facts_of(batch.metrics, BatchFacts)
+        num_kept = facts.num_kept
+        if not facts.needs_more:
             return Sampled(prompts, scores, batch)
 
 
@@ -129,7 +131,7 @@ async def sample_shards(
             policy=policy,
             num_kept=num_kept,
         )
-        for shard in range(num_shards(session, prompts.metrics["num_prompts"]))
+        for shard in range(num_shards(session, facts_of(prompts.metrics, PromptsFacts).num_prompts))
     ]
     return [shard.ref for shard in await all_ended([*sampling])]
 

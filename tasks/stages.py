@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prefect import get_client, task
 from prefect.cache_policies import NO_CACHE
@@ -20,7 +20,7 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling, Completed
 
 from rlpipe.base.errors import StepRefused, StoreError, UserError
-from rlpipe.base.manifests import StageResult
+from rlpipe.base.manifests import ActionResult, StageResult
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.loop.session import Session
@@ -36,6 +36,7 @@ FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Awa
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 P = ParamSpec("P")
+Result = TypeVar("Result", StageResult, ActionResult)
 
 
 async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> bool:
@@ -44,10 +45,11 @@ async def _worth_retrying(_task: object, _run: object, state: State[Any]) -> boo
 
 
 def _task(
-    stage: Callable[Concatenate[Session, P], Awaitable[StageResult]],
-) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, StageResult]]:
-    """The task of a stage; its run is named after the stage and the numbers in its arguments."""
-    # train and reload_engines commit nothing, and are declared by no `@stage`
+    stage: Callable[Concatenate[Session, P], Awaitable[Result]],
+) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, Result]]:
+    """The task of a stage, or of an action, which no `@stage` declares; its run is named after it
+    and the numbers in its arguments.
+    """
     function = getattr(stage, "function", stage)
     verb: str = getattr(stage, "verb", function.__name__)
 
@@ -64,13 +66,13 @@ def _task(
         cache_policy=NO_CACHE,
     )
     async def timed(
-        session: Session, arguments: dict[str, Any], answer: Callable[[], Awaitable[StageResult]]
-    ) -> StageResult | State[StageResult]:
+        session: Session, arguments: dict[str, Any], answer: Callable[[], Awaitable[Result]]
+    ) -> Result | State[Result]:
         with session.clock.during(verb, arguments.get("iteration")):
             result = await answer()
         return Completed(name="Cached", data=result) if result.cached else result
 
-    async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> StageResult:
+    async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> Result:
         assert not none, "the arguments of a stage have names"
         result = await timed(session, arguments, lambda: stage(session, *none, **arguments))
         return await result.aresult() if isinstance(result, State) else result

@@ -31,6 +31,16 @@ class StageResult:
 
 
 @dataclass(frozen=True)
+class ActionResult:
+    """What an action did: it commits nothing, what follows from it is committed by a stage.
+    `cached`: there was nothing to do.
+    """
+
+    metrics: JsonDict
+    cached: bool
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`. `inputs` maps a name to the sha256 of that input's
     manifest."""

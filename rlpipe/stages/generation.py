@@ -28,6 +28,7 @@ from rlpipe.stages.rollouts import ShardGroups, prior_of, write_branches
 from rlpipe.stages.sampling import carried_groups
 from rlpipe.stages.scoring import SCORING, rewarded
 from rlpipe.store.artifacts import read_manifest, read_records
+from rlpipe.store.facts import PromptsFacts, facts_of
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0
@@ -111,7 +112,7 @@ def shard_places(rl: RlConfig, num_groups: int) -> list[range]:
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
     """The groups of a round, those of partial rollouts first."""
     store = session.run.store
-    first = read_manifest(store, prompts.folder, prompts.sha256).metrics["first_group"]
+    first = facts_of(read_manifest(store, prompts.folder, prompts.sha256).metrics, PromptsFacts).first_group
     carried = dict(enumerate(carried_groups(store, prompts)))
     drawn = read_records(store, prompts, "prompts.parquet", Prompt)
     return [PromptGroup(slot, first + slot, prompt, carried.get(slot, [])) for slot, prompt in enumerate(drawn)]

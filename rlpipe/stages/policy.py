@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from rlpipe.base.errors import StepRefused
-from rlpipe.base.manifests import StageResult
+from rlpipe.base.manifests import ActionResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import PipelineConfig
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ONPOLICY_MAX = 1e-6
 
 
-async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> StageResult:
+async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> ActionResult:
     """Trains on `batch`; `cached` when the policy that results from it is committed.
 
     Commits nothing itself: until the weights are in the store, the training has not happened.
@@ -31,7 +31,7 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> Stag
     """
     committed = await asyncio.to_thread(session.run.artifact, "rl", iteration, "policy")
     if committed is not None:
-        return StageResult(batch, committed[1].metrics, cached=True)
+        return ActionResult(committed[1].metrics, cached=True)
     metrics = await train_job(session, iteration, rl_job(session.run, iteration, batch))
     rl = session.config.rl
     for fault in first_step_faults(metrics["first_step"], iteration, rl.anchored, bool(rl.reference)):
@@ -39,7 +39,7 @@ async def train(session: Session, *, iteration: int, batch: ArtifactRef) -> Stag
     manifest = await asyncio.to_thread(read_manifest, session.run.store, batch.folder, batch.sha256)
     stale = manifest.metrics["rollout/num_tokens_stale"]
     check_mismatch(metrics["train/mismatch_abs_mean"], iteration, session.config.rl, stale)
-    return StageResult(batch, metrics, cached=False)
+    return ActionResult(metrics, cached=False)
 
 
 def first_step_faults(first: Metrics, iteration: int, anchored: bool, other_reference: bool = False) -> list[str]:
@@ -129,6 +129,6 @@ def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> St
     return StoredAs(previous if is_delta else None, is_base)
 
 
-async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> StageResult:
+async def reload_engines(session: Session, *, policy: ArtifactRef, version: int) -> ActionResult:
     """Puts a policy on every engine; `cached` when they serve it already."""
-    return StageResult(policy, {}, cached=not await session.serve(policy, version))
+    return ActionResult({}, cached=not await session.serve(policy, version))

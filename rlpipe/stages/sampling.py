@@ -32,6 +32,7 @@ from rlpipe.records.prompt import Message, Prompt
 from rlpipe.records.rollout import CarriedRollout, Group
 from rlpipe.store.artifacts import read_manifest, read_records, read_records_if_any
 from rlpipe.store.backend import Store
+from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.run import Run
 
 CarriedGroup = list[CarriedRollout]
@@ -113,15 +114,16 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
         check_lengths(session, "rl")
         return session.data.cursor.start(), metrics
     earlier = read_manifest(session.run.store, before.folder, before.sha256).metrics
-    if earlier["data_sha256"] != session.data.sha256:
+    facts = facts_of(earlier, PromptsFacts)
+    if facts.data_sha256 != session.data.sha256:
         raise UserError(
             f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long"
             " ones are dropped): restore them, or start another run"
         )
     if round_index:
         metrics |= {name: count for name, count in earlier.items() if name.startswith("rollout/")}
-        metrics["first_group"] = earlier["first_group"] + earlier["num_prompts"]
-    return earlier["cursor"], metrics
+        metrics["first_group"] = facts.first_group + facts.num_prompts
+    return facts.cursor, metrics
 
 
 def carried_groups(store: Store, ref: ArtifactRef | None) -> list[CarriedGroup]:

@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
@@ -28,6 +28,7 @@ from rlpipe.stages.generation import SAMPLED_BY
 from rlpipe.stages.sampling import DRAWN_BY, carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
+from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.run import Run, open_existing
 from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.stored.redo import stored_rounds
@@ -190,8 +191,8 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
             stored.data_sha256 != digest
         ):  # a fork that samples again goes on where the source would have, else at the start
             cursor = session.data.cursor.start() if session.config.sets("rl") else None
-        metrics = {"num_prompts": len(prompts), "first_group": 0, "cursor": cursor, "data_sha256": digest}
-        return Produced([file], metrics)
+        facts = PromptsFacts(num_prompts=len(prompts), first_group=0, cursor=cursor, data_sha256=digest)
+        return Produced([file], asdict(facts))
 
     return await _import(session, StageKey("rl", iteration, PROMPTS_KEY), {}, DRAWN_BY, write)
 
@@ -250,14 +251,14 @@ def _of_run(session: Session, iteration: int) -> StoredIteration:
     rollouts = [
         rollout for ref in shards for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
     ]
-    last = rounds[-1].prompts.metrics
+    last = facts_of(rounds[-1].prompts.metrics, PromptsFacts)
     handed = _handed_on(source, iteration)
     groups = [group for group in grouped(rollouts) if not (is_finished(group) and group[0].group_index in handed)]
     return StoredIteration(
         [(prompts[group[0].prompt_id], group) for group in groups],
         {f"{SOURCE_INPUT}{ref.folder}": ref for ref in drawn + shards},
-        last["data_sha256"],
-        last["cursor"],
+        last.data_sha256,
+        last.cursor,
     )
 
 

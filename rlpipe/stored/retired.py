@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from rlpipe.records.rollout import ROLLOUTS, Rollout
 from rlpipe.stages.generation import shard_places
 from rlpipe.store.artifacts import MANIFEST, read_artifact, read_records
+from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.lease import fenced
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import had_steps
@@ -45,11 +46,11 @@ def _other_shards(run: Run, root: str, stages: list[str]) -> Iterator[str]:
     shards = {stage: int(shard[1]) for stage in stages if (shard := SHARD.fullmatch(stage))}
     if not shards:
         return
-    drawn = read_artifact(run.store, f"{root}/prompts/round-0")[1].metrics
-    places = shard_places(run.config.rl, drawn["num_prompts"])
+    drawn = facts_of(read_artifact(run.store, f"{root}/prompts/round-0")[1].metrics, PromptsFacts)
+    places = shard_places(run.config.rl, drawn.num_prompts)
     for stage, index in shards.items():
         ref, _ = read_artifact(run.store, f"{root}/{stage}")
         rollouts = read_records(run.store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
-        wanted = {drawn["first_group"] + place for place in places[index]} if index < len(places) else set[int]()
+        wanted = {drawn.first_group + place for place in places[index]} if index < len(places) else set[int]()
         if {rollout.group_index for rollout in rollouts} != wanted:
             yield stage
