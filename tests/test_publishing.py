@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.base.errors import StoreError
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import FileContent
 from rlpipe.trainer import publishing
 from rlpipe.trainer.publishing import TRIES, Publication, Uploads, publish_bytes, published_file, published_in_blocks
@@ -23,7 +24,7 @@ class PlayedStore(Store):
     """A disk whose uploads fail so often first, and wait for a gate."""
 
     def __init__(self, folder: Path, faults: int = 0) -> None:
-        super().__init__(f"file://{folder}")
+        super().__init__(f"file://{folder}", folder, Disk(folder))
         self.faults, self.tries, self.gate = faults, 0, threading.Event()
         self.gate.set()
 
