@@ -26,11 +26,11 @@ from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.config.source import override_config
-from rlpipe.loop.behind import commit_record
 from rlpipe.loop.holding import cancelled_when_taken_over
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import MANIFEST, PRUNED, commit, new_attempt, read_manifest, write_bytes
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.commits import commit_record
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.holder import PID_MAX, Holder
 from rlpipe.store.lease import TakenOver, acquire
@@ -66,7 +66,7 @@ def commit_next(run: Run) -> None:
     record = IterationRecord(
         "a", iteration, iteration + 1, {"policy": ref}, -1, {}, [], BestReward(0, 0.5), MOMENT, lease=number
     )
-    commit_record(run, run.iteration_key(iteration), record)
+    commit_record(run.store, run.iteration_key(iteration), record, run.lease)
 
 
 def begin_one(run: Run) -> None:

@@ -61,12 +61,12 @@ def outcome(uploads: Uploads, attempt: str = "a1") -> BaseException | None:
 def test_the_policy_stays_for_engines_and_the_state_goes(tmp_path: Path) -> None:
     store, disk = PlayedStore(tmp_path / "store", faults=TRIES - 1), tmp_path / "published"
     uploads, made = Uploads(store, disk), publication(disk)
-    assert uploads.of("a1") is None and not uploads.under_way
+    assert uploads.of("a1") is None and not uploads.is_busy
     store.gate.clear()
     uploads.begin(made)
-    assert uploads.under_way
+    assert uploads.is_busy
     store.gate.set()
-    assert outcome(uploads) is None and not uploads.under_way
+    assert outcome(uploads) is None and not uploads.is_busy
     assert {store.read(key) for key in (*made.policy, *made.beside)} == {b"weights", b"state"}
     assert [(disk / key).exists() for key in (*made.policy, *made.beside)] == [True, False]
     assert uploads.of("a2") is None

@@ -23,7 +23,6 @@ from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
 from rlpipe.environments.pool import EnvironmentPool
-from rlpipe.loop.behind import Behind
 from rlpipe.loop.clock import Clock
 from rlpipe.loop.colocation import MemoryTurns
 from rlpipe.loop.holding import cancelled_when_taken_over, told
@@ -38,7 +37,9 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import lease
+from rlpipe.store.commits import Commits
 from rlpipe.store.patience import working
+from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
@@ -58,7 +59,9 @@ class Session:
         memory = MemoryTurns(self.pool, self._hosts.joined, client) if engines.colocate else None
         self.trainer = TrainerSeat(client, memory, self._may_steer)
         self.tracker = Tracker(run, partial(fetch_points, run))
-        self.behind = Behind(run)
+        self.commits = Commits(run.store, run.uncommitted, run.lease)
+        self.retention = Retention(run)  # prunes what the run does not keep, after commits
+        self.at_start = {phase: run.num_done(phase) for phase in ("sft", "rl")}  # SFT segments and RL iterations
         self.data = RunData(run, work_dir)
         self.clock = Clock()
         self.sampling_round: SamplingRound | None = None  # the one in progress
@@ -93,22 +96,22 @@ class Session:
             if self.trainer.memory:
                 async with self.trainer.turn:
                     await self.trainer.memory.to_engines()
-            nearby = self.behind.nearby(policy)
+            nearby = self.commits.nearby(policy)
             if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
-                await self.behind.committed([policy.sha256])
+                await self.commits.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
             try:
                 async with self.trainer.turn if nearby and nearby.sender else contextlib.nullcontext():
                     await self.pool.serve(policy, version, probe, nearby)
             except StoreError as error:  # the trainer that had the files was lost
-                if not self.behind.is_under_way(policy):
+                if not self.commits.is_uncommitted(policy):
                     raise
                 log.warning(
                     "no engine got weight version %d from the trainer's disk (%s): waiting for the store",
                     version,
                     error,
                 )
-                await self.behind.committed([policy.sha256])
+                await self.commits.committed([policy.sha256])
                 await self.pool.serve(policy, version, probe)
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
@@ -170,18 +173,18 @@ class Session:
         """
         try:
             if not failed:
-                await self.behind.landed()
+                await self.commits.all_committed()
         finally:
             self._closed = True
             # first: a shard that outlived a failed one must not score or step any more
             await self._closing.aclose()
-            await self.behind.close()
+            await self.commits.close()
             await asyncio.gather(
                 self.pool.close(),
                 self._hosts.close(),
                 self.trainer.client.close(),
                 asyncio.to_thread(self.tracker.close),
-                asyncio.to_thread(self.behind.retention.close),
+                asyncio.to_thread(self.retention.close),
             )
             if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of the new holder
                 await asyncio.to_thread(remove_copies, self.data.folder)
@@ -245,5 +248,5 @@ def _begin(run: Run, start_service: StartService) -> Session:
     remove_copies(work_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     session = Session(run, work_dir, start_service)
-    session.behind.retention.begin()
+    session.retention.begin()
     return session

@@ -146,19 +146,19 @@ class Store:
         return self._get_parts(key, self.size(key), target)
 
     def _get_parts(
-        self, key: str, size: int, target: Path, order: Sequence[int] = (), landed: Callable[[int], None] | None = None
+        self, key: str, size: int, target: Path, order: Sequence[int] = (), arrived: Callable[[int], None] | None = None
     ) -> FileContent:
         """As `get_file`, for a file of `size` bytes.
 
-        `order`: the starts of the parts in the order in which they are begun; `landed` is called
+        `order`: the starts of the parts in the order in which they are begun; `arrived` is called
         with the start of each part that was written.
         """
 
         def fetch_part(start: int, end: int) -> None:
             if self.objects.copy_part(key, start, end, file.fileno()) != end:
                 raise StoreError(f"{self.address(key)} is torn: it ends before byte {end}")
-            if landed is not None:
-                landed(start)
+            if arrived is not None:
+                arrived(start)
 
         with target.open("w+b", buffering=0) as file, self._missing(key):
             file.truncate(size)

@@ -115,8 +115,8 @@ class NearStore(Store):
             return self._get_parts(key, size, target, order)
         target.unlink(missing_ok=True)  # parts of a damaged file may still be sent to others
         target.touch()
-        with self._relay.landing(key, target, own) as landed:
-            return self._get_parts(key, size, target, order, landed)
+        with self._relay.arriving(key, target, own) as arrived:
+            return self._get_parts(key, size, target, order, arrived)
 
 
 class NearObjects:

@@ -96,7 +96,7 @@ async def remake_policy(
         stored = StoredAs(base, is_base=False)
         saved = await save(session, position(run, phase, iteration), attempt, rebuild, stored=stored)
         files = saved.policy
-        await saved.published.land()
+        await saved.published.upload()
         check_same_files(manifest, wanted, files)
         await asyncio.to_thread(fetch, run.store, attempt.folder, files, target)
     finally:
