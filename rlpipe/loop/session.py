@@ -37,7 +37,8 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import lease
-from rlpipe.store.commits import Commits
+from rlpipe.store.commits import Commits, load_published
+from rlpipe.store.nearby import Nearby
 from rlpipe.store.patience import working
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
@@ -100,21 +101,26 @@ class Session:
             if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
                 await self.commits.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
-            try:
-                async with self.trainer.turn if nearby and nearby.sender else contextlib.nullcontext():
-                    await self.pool.serve(policy, version, probe, nearby)
-            except StoreError as error:  # the trainer that had the files was lost
-                if not self.commits.is_uncommitted(policy):
-                    raise
-                log.warning(
-                    "no engine got weight version %d from the trainer's disk (%s): waiting for the store",
-                    version,
-                    error,
-                )
-                await self.commits.committed([policy.sha256])
-                await self.pool.serve(policy, version, probe)
+
+            async def load(near: Nearby | None) -> None:
+                async with self.trainer.turn if near and near.sender else contextlib.nullcontext():
+                    await self.pool.serve(policy, version, probe, near)
+
+            await load_published(load, nearby, partial(self._until_committed, policy, version))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
+
+    async def _until_committed(self, policy: ArtifactRef, version: int, fault: StoreError) -> bool:
+        """Waits until the store has a policy whose files were lost with the trainer; raises the
+        fault if the store had it already.
+        """
+        if not self.commits.is_uncommitted(policy):
+            raise fault
+        log.warning(
+            "no engine got weight version %d from the trainer's disk (%s): waiting for the store", version, fault
+        )
+        await self.commits.committed([policy.sha256])
+        return True
 
     def _probe(self, policy: ArtifactRef) -> Probe:
         metrics = self.run.manifest(policy).metrics

@@ -176,6 +176,27 @@ class Commits:
         return self._lease is not None and self._lease.is_over
 
 
+async def load_published(
+    load: Callable[[Nearby | None], Awaitable[object]],
+    nearby: Nearby | None,
+    until_committed: Callable[[StoreError], Awaitable[bool]],
+) -> bool:
+    """Loads an artifact from nearby; where that fails, from the store, once it is committed.
+
+    `until_committed` waits for that. It raises the fault of the first try where the store had the
+    artifact already; False: the artifact is no longer wanted, and is not loaded.
+    """
+    try:
+        await load(nearby)
+    except StoreError as fault:
+        if nearby is None:
+            raise
+        if not await until_committed(fault):
+            return False
+        await load(None)
+    return True
+
+
 def commit_record(store: Store, key: str, record: IterationRecord, held: Lease | None = None) -> None:
     """Creates the record of an iteration.
 
