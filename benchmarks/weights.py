@@ -43,7 +43,7 @@ from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.policy import checkpoint, reload_engines, train
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.store.local_copy import whole_files
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import JobAnswer
 from tests.network_world import Node, network, unavailable
@@ -168,7 +168,7 @@ class World:
                     reload.sampled = began
                     reload.raw_s = statistics.median(self.copy(_published(session)) for _ in range(3))
                     reloads.append(reload)
-                sha256 = whole_files(session.run.store, policy)[WEIGHTS].sha256
+                sha256 = stored_policy(session.run.store, policy).files[WEIGHTS].sha256
         finally:
             self.nodes["store"].throttle(0)
         return reloads, sha256
