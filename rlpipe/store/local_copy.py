@@ -92,14 +92,14 @@ def _whole_folder(policy: WholePolicy, scratch: Path, local_dir: Path) -> Path:
     fetch(store, ref.folder, policy.manifest.files, stored)
     if not isinstance(policy, DeltaPolicy):
         return stored
-    address, base = store.address(ref.folder), local_folder(policy.needs, local_dir)
+    address, base = store.address(ref.folder), local_folder(policy.base, local_dir)
     if base.is_dir():
         try:
             return rebuild(address, policy.delta, stored, base, whole)
         except (StoreError, OSError) as error:
             log.warning("%s was damaged on this disk (%s): it is read from the store again", base, error)
             shutil.rmtree(whole)
-    base = _whole_folder(stored_policy(store, policy.needs), scratch, local_dir)
+    base = _whole_folder(stored_policy(store, policy.base), scratch, local_dir)
     rebuild(address, policy.delta, stored, base, whole)
     shutil.rmtree(base)  # of a chain, two policies are on the disk at a time
     return whole

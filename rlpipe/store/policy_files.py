@@ -1,6 +1,6 @@
 """The files of a policy, however it is stored: whole, as its difference to an earlier policy (a
-delta), or as an adapter on a whole policy. Of each: the files that it has, and the policy that it
-needs beside its own files.
+delta), or as an adapter on a whole policy. Of each: the files that it has, and its base, the policy
+that it needs beside its own files.
 
 Artifacts that are no policies are stored whole. rlpipe/store/local_copy.py makes a local folder of
 the files, rlpipe/models/whole.py one with adapters merged, rlpipe/stored/remaking.py one of a
@@ -38,7 +38,7 @@ class WholePolicy:
     manifest: Manifest
 
     @property
-    def needs(self) -> ArtifactRef | None:
+    def base(self) -> ArtifactRef | None:
         """The policy without which this one cannot be built."""
         return None
 
@@ -71,7 +71,7 @@ class DeltaPolicy(WholePolicy):
         return parse_delta(*self._document(DELTA))
 
     @property
-    def needs(self) -> ArtifactRef:
+    def base(self) -> ArtifactRef:
         return self.delta.base
 
     @property
@@ -81,7 +81,7 @@ class DeltaPolicy(WholePolicy):
 
     def read(self, name: str) -> bytes:
         if any(file.name == name and file.stored == "base" for file in self.delta.files):
-            return stored_policy(self.store, self.delta.base).read(name)
+            return stored_policy(self.store, self.base).read(name)
         return super().read(name)
 
 
@@ -90,13 +90,9 @@ class AdapterPolicy(WholePolicy):
 
     form = "an adapter"
 
-    @cached_property
+    @property
     def base(self) -> ArtifactRef:
         return parse_document(*self._document(BASE), AdapterBase).policy
-
-    @property
-    def needs(self) -> ArtifactRef:
-        return self.base
 
     def read(self, name: str) -> bytes:
         if name not in self.files:
@@ -104,9 +100,7 @@ class AdapterPolicy(WholePolicy):
         return super().read(name)
 
 
-def stored_policy(
-    store: Store, ref: ArtifactRef, manifest: Manifest | None = None
-) -> WholePolicy | DeltaPolicy | AdapterPolicy:
+def stored_policy(store: Store, ref: ArtifactRef, manifest: Manifest | None = None) -> WholePolicy:
     """A policy as it is stored; `manifest`: its own, where that was read before."""
     manifest = manifest or read_manifest(store, ref.folder, ref.sha256)
     names = {record.plain_name for record in manifest.files}
@@ -115,14 +109,13 @@ def stored_policy(
 
 
 def dependencies(store: Store, ref: ArtifactRef) -> list[ArtifactRef]:
-    """The policies that are needed to build this one, nearest first: the one that it needs, the one
-    that this needs, down to one that is stored whole.
+    """The policies that are needed to build this one, nearest first: its base, the base of that,
+    down to one that is stored whole.
     """
-    needed: list[ArtifactRef] = []
-    while (policy := stored_policy(store, ref).needs) is not None:
-        ref = policy  # its sha256 is in the manifest that names it: no chain can close
-        needed.append(ref)
-    return needed
+    bases: list[ArtifactRef] = []
+    while base := stored_policy(store, bases[-1] if bases else ref).base:
+        bases.append(base)  # its sha256 is in the manifest that names it: no chain can close
+    return bases
 
 
 def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:

@@ -148,8 +148,8 @@ class Retention:
         self._run, self._forks = run, Forks(run.store)
         # iterations whose artifacts have their files
         self._files: dict[str, set[int]] = {"policy": set(), "state": set()}
-        # iteration -> the folder of the policy without which its own cannot be built
-        self._needed: dict[int, str] = {}
+        # iteration -> the folder of its policy's base; empty for a whole policy
+        self._bases: dict[int, str] = {}
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began
         self._stopped = threading.Event()
@@ -258,29 +258,27 @@ class Retention:
         if not checkpoint.keep_policies_last or not committed:
             return set()
         pinned = {at + 1 for at in pins.policies} | self._versions_of_use()
-        return committed - self._with_needed(
+        return committed - self._with_bases(
             {version - 1 for version in kept_versions(checkpoint, self._newest + 1, pinned)}
         )
 
-    def _with_needed(self, iterations: set[int]) -> set[int]:
-        """These iterations, and those without whose policies theirs cannot be built."""
+    def _with_bases(self, iterations: set[int]) -> set[int]:
+        """These iterations, and those that hold the bases of their policies."""
         whole, numbers = set(iterations), {self._folder("policy", at): at for at in self._files["policy"]}
         for iteration in iterations:
-            while (needed := numbers.get(self._needs(iteration))) is not None:
-                whole.add(iteration := needed)
+            while (iteration := numbers.get(self._base(iteration), -1)) >= 0:
+                whole.add(iteration)
         return whole
 
-    def _needs(self, iteration: int) -> str:
-        """The folder of the policy without which that of an iteration cannot be built; empty for
-        none.
-        """
+    def _base(self, iteration: int) -> str:
+        """The folder of the base of an iteration's policy; empty for a whole policy."""
         if iteration not in self._files["policy"]:  # not of this run, or pruned
             return ""
-        if iteration not in self._needed:
+        if iteration not in self._bases:
             place = read_artifact(self._run.store, self._folder("policy", iteration))
-            needed = stored_policy(self._run.store, *place).needs
-            self._needed[iteration] = needed.folder if needed else ""
-        return self._needed[iteration]
+            base = stored_policy(self._run.store, *place).base
+            self._bases[iteration] = base.folder if base else ""
+        return self._bases[iteration]
 
     def _folder(self, stage: str, iteration: int) -> str:
         return f"{self._run.root}/rl/{iteration:05d}/{stage}"

@@ -65,7 +65,7 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
     if not await asyncio.to_thread(wait_until_pruned, store, ref.folder):
         return StageResult(ref, manifest.metrics, cached=True)
     policy = stored_policy(store, ref, manifest)
-    base = await asyncio.to_thread(lambda: policy.needs) if policy.is_rebuilt else None
+    base = await asyncio.to_thread(lambda: policy.base) if policy.is_rebuilt else None
     if base is not None:  # first what it is a difference to
         await restore_policy(session, version=version - 1)
     scratch = session.data.folder / "remaking"
