@@ -38,7 +38,8 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.deltas import write_difference
-from rlpipe.store.local_copy import bases_of, materialise
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import dependencies
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
@@ -126,7 +127,7 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
     (folder,), (kept,) = (root / "alone").iterdir(), trainer.gang.scratch("kept").iterdir()
     same = (folder / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
     print(
-        f"rebuilt through {len(bases_of(store, ref))} differences in {alone_s:.1f} s: "
+        f"rebuilt through {len(dependencies(store, ref))} differences in {alone_s:.1f} s: "
         f"{'the same bytes' if same else 'OTHER BYTES'}"
     )
     raise SystemExit(not same)

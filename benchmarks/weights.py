@@ -43,7 +43,7 @@ from rlpipe.stages.iteration import commit_iteration
 from rlpipe.stages.policy import checkpoint, reload_engines, train
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
-from rlpipe.store.local_copy import whole_files
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import JobAnswer
 from tests.network_world import Node, network, unavailable
@@ -164,11 +164,11 @@ class World:
                     policy = await self._iteration(session, iteration, policy, reload)
                     reload.spans = [saves[-1], *(span for span in self.spans() if span.start >= saves[-1].end)]
                     began = await self._sample(session, iteration + 1, policy)
-                    await session.behind.landed()
+                    await session.commits.all_committed()
                     reload.sampled = began
                     reload.raw_s = statistics.median(self.copy(_published(session)) for _ in range(3))
                     reloads.append(reload)
-                sha256 = whole_files(session.run.store, policy)[WEIGHTS].sha256
+                sha256 = stored_policy(session.run.store, policy).files[WEIGHTS].sha256
         finally:
             self.nodes["store"].throttle(0)
         return reloads, sha256
@@ -213,7 +213,7 @@ class World:
         )
 
         async def committed() -> None:
-            await session.behind.committed([policy.ref.sha256])
+            await session.commits.committed([policy.ref.sha256])
             reload.committed = time.time()
 
         waiting = asyncio.create_task(committed())
@@ -223,13 +223,13 @@ class World:
         reload.written, reload.hashed = (file.stat().st_mtime for file in (path, path.parent / "config.json"))
         artifacts = {"prompts": prompts, "batch": batch.ref, "policy": policy.ref}
         await commit_iteration(session, iteration, artifacts, {**scores.metrics, **batch.metrics, **trained.metrics})
-        session.behind.then(lambda: waiting)
+        session.commits.then(lambda: waiting)
         return policy.ref
 
 
 def _published(session: Session) -> Path:
     """The newest file of weights on the trainer's disk."""
-    nearby = next(iter(session.behind._nearby.values()))
+    nearby = next(iter(session.commits._nearby.values()))
     return next(Path(nearby.places[0].disk).rglob(WEIGHTS))
 
 

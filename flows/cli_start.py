@@ -25,7 +25,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
-from rlpipe.loop.behind import CommittedLate
+from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import AT_SFT, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork

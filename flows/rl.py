@@ -61,8 +61,8 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                     f"iteration {iteration} was computed, {record.iteration} was committed"
                 )
                 iteration += 1
-                session.behind.then(partial(committed, record))
+                session.commits.then(partial(committed, record))
                 reason = await reason_to_end(session, "rl", iteration)
-            await session.behind.landed()
+            await session.commits.all_committed()
         policy, _ = await asyncio.to_thread(session.run.policy, iteration)
         return await ended(session, ("rl",), policy.as_json(), reason)

@@ -29,9 +29,9 @@ from rlpipe.checks.preflight import passed_just_now, preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
 from rlpipe.loop import session as stages
-from rlpipe.loop.behind import CommittedLate
 from rlpipe.rewards.process import RewardLost
 from rlpipe.store.backend import open_store
+from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
 from rlpipe.store.limits import reason_to_stop
@@ -234,7 +234,7 @@ async def begin_rl(session: stages.Session) -> int:
             "rl.overlap='steps' is 'none' now: what it left of an unfinished iteration is made again (%d artifacts)",
             len(withdrawn),
         )
-    session.behind.retention.prune()
+    session.retention.prune()
     return await asyncio.to_thread(session.run.num_done, "rl")
 
 

@@ -295,7 +295,7 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
     counts = await asyncio.to_thread(lambda: {phase: session.run.num_done(phase) for phase in phases})
     # an earlier start of this flow run, or its part before a gate, may have trained
     maybe_trained = flow_run.run_count > 1 or session.config.approval
-    if maybe_trained or any(session.behind.at_start[phase] != count for phase, count in counts.items()):
+    if maybe_trained or any(session.at_start[phase] != count for phase, count in counts.items()):
         return data
     units = {"sft": "SFT segments", "rl": "RL iterations"}
     committed = " and ".join(f"{count} {units[phase]}" for phase, count in counts.items())

@@ -31,7 +31,7 @@ from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
 from rlpipe.processes.memory import collect
 from rlpipe.store.backend import open_store
-from rlpipe.store.local_copy import whole_files
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.run import open_existing
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
@@ -248,7 +248,7 @@ def run_of(where: Where, name: str, *sets: str, killed: bool = False, host: bool
     seconds = time.monotonic() - began
     rlpipe.complete("verify", name, "--store", rlpipe.store)
     run = open_existing(open_store(rlpipe.store), name)
-    files = whole_files(open_store(rlpipe.store), run.policy(ITERATIONS)[0])
+    files = stored_policy(open_store(rlpipe.store), run.policy(ITERATIONS)[0]).files
     records = [record for index in range(ITERATIONS) if (record := run.iteration(index)) is not None]
     mismatch = max(record.metrics["train/mismatch_abs_mean"] for record in records)
     assert math.isfinite(mismatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlpipe.store.backend import Store
@@ -58,9 +59,7 @@ class Memory:
 
 
 def store_of(objects: Any) -> Store:
-    store = Store("file:///nowhere")
-    store.objects = objects
-    return store
+    return Store("file:///nowhere", Path("/nowhere"), objects)
 
 
 class Interrupted:

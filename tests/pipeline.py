@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.local_copy import whole_files
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.run import open_existing
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 from tests.prefect_home import new_home
@@ -110,7 +110,7 @@ class Folder:
         """The sha256 of the final policy's safetensors, whole, however it is stored."""
         store = self.open_store()
         ref, _ = open_existing(store, run).policy(num_iterations)
-        return whole_files(store, ref)["model.safetensors"].sha256
+        return stored_policy(store, ref).files["model.safetensors"].sha256
 
     def evaluation(self, run: str, version: int) -> dict[str, float]:
         found = open_existing(self.open_store(), run)

@@ -27,7 +27,7 @@ from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
 from rlpipe.models.merge import AdapterFolder, merge
 from rlpipe.models.small import small_config, small_model
-from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.models.whole import whole_policy
 from rlpipe.store.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -38,6 +38,7 @@ from rlpipe.store.adapter_files import (
     config_document,
 )
 from rlpipe.store.artifacts import read_manifest
+from rlpipe.store.policy_files import base_of
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world

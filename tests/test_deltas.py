@@ -25,7 +25,8 @@ from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA, Delta, DeltaFile, rebuild, write_difference
 from rlpipe.store.documents import sealed
-from rlpipe.store.local_copy import bases_of, is_delta, materialise, read_small_file, whole_files
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import dependencies, stored_policy
 from rlpipe.store.run import Run, create_or_continue, fork
 from rlpipe.trainer.gang import Gang
 from tests import trainer_world
@@ -109,15 +110,15 @@ def test_a_policy_is_the_same_however_it_is_stored(gang: Gang, run: Run, tmp_pat
     policies[2] |= {A: policies[2][A][:-9], "chat_template.jinja": b"new"}  # another size: this file is whole
     policies[3] |= {A: changed(policies[2][A], 3), "chat_template.jinja": b"new"}
     refs = save_all(gang, run, policies, 4)
-    assert [len(bases_of(run.store, ref)) for ref in refs] == [0, 1, 2, 3, 0, 1, 2]
-    assert bases_of(run.store, refs[3]) == [refs[2], refs[1], refs[0]]
-    assert [is_delta(run.store, ref) for ref in refs] == [number % 4 != 0 for number in range(7)]
+    assert [len(dependencies(run.store, ref)) for ref in refs] == [0, 1, 2, 3, 0, 1, 2]
+    assert dependencies(run.store, refs[3]) == [refs[2], refs[1], refs[0]]
+    assert [stored_policy(run.store, ref).is_rebuilt for ref in refs] == [number % 4 != 0 for number in range(7)]
     for ref, files in zip(refs, policies, strict=True):
         expected = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-        whole = whole_files(run.store, ref)
+        whole = stored_policy(run.store, ref).files
         assert {name: (record.bytes, record.sha256) for name, record in whole.items()} == expected
-        assert read_small_file(run.store, ref, "tokenizer.json") == b"t"
-        assert read_small_file(run.store, ref, "config.json") == files["config.json"]
+        assert stored_policy(run.store, ref).read("tokenizer.json") == b"t"
+        assert stored_policy(run.store, ref).read("config.json") == files["config.json"]
         assert read_folder(materialise(run.store, ref, tmp_path / f"alone-{ref.sha256}")) == files
         assert read_folder(materialise(run.store, ref, tmp_path / "together")) == files
     assert sorted(path.name for path in (tmp_path / "together").iterdir()) == sorted(
@@ -135,9 +136,10 @@ def test_a_policy_is_the_same_however_it_is_stored(gang: Gang, run: Run, tmp_pat
 def test_a_policy_that_shares_no_file_of_weights_is_bound_to_no_other(gang: Gang, run: Run) -> None:
     first = save(gang, run, 1, START, None)
     second = save(gang, run, 2, START | {A: START[A] + b"x", B: START[B] + b"x"}, first)
-    assert not is_delta(run.store, second)
+    assert not stored_policy(run.store, second).is_rebuilt
     frozen = save(gang, run, 3, START, first)  # no number changed
-    assert is_delta(run.store, frozen) and whole_files(run.store, frozen).keys() == START.keys()
+    same = stored_policy(run.store, frozen)
+    assert same.is_rebuilt and same.files.keys() == START.keys()
 
 
 def names_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -281,7 +283,7 @@ def test_a_fork_goes_on_from_a_difference_of_its_parent(gang: Gang, run: Run, tm
         assert run.store.create(run.iteration_key(iteration), sealed(record_of(run, iteration, {}, {"policy": ref})))
     child = fork(run, 2, override_config(run.config, ["run=c", "checkpoint.full_every=5"]))
     ref = save(gang, child, 4, policies[3], refs[2])
-    assert [base.folder.split("/")[1] for base in bases_of(run.store, ref)] == ["a", "a", "a"]
+    assert [base.folder.split("/")[1] for base in dependencies(run.store, ref)] == ["a", "a", "a"]
     assert read_folder(materialise(run.store, ref, tmp_path)) == policies[3]
     assert audit.verify(child)[1] == []
     key = f"{refs[1].folder}/{read_manifest(run.store, refs[1].folder).files[0].name}"

@@ -13,7 +13,8 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.store.backend import Store
-from rlpipe.store.local_copy import bases_of, materialise, whole_files
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import dependencies, stored_policy
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
@@ -36,7 +37,7 @@ def save(trainer: Trainer, folder: str, base: ArtifactRef | None, is_base: bool 
 
 
 def weights(store: Store, ref: ArtifactRef) -> dict[str, str]:
-    return {name: record.sha256 for name, record in whole_files(store, ref).items()}
+    return {name: record.sha256 for name, record in stored_policy(store, ref).files.items()}
 
 
 @pytest.mark.slow
@@ -57,7 +58,7 @@ def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(g
         assert result["metrics"]["checkpoint/stored_bytes"] < result["metrics"]["checkpoint/policy_bytes"] / 5
         assert 0 < result["metrics"]["checkpoint/changed_fraction"] < 0.1
         seen.add(weights(store, ref)["model.safetensors"])
-    assert len(seen) == CHAIN + 1 and len(bases_of(store, ref)) == CHAIN
+    assert len(seen) == CHAIN + 1 and len(dependencies(store, ref)) == CHAIN
     folder = materialise(store, ref, tmp_path / "local")
     stored = store.read(f"whole-{CHAIN}/a1/model.safetensors")
     assert (folder / "model.safetensors").read_bytes() == stored
@@ -113,4 +114,4 @@ def test_a_base_in_another_number_type_is_no_base(gang: Gang, tmp_path: Path) ->
     trainer = Trainer(gang)
     world.run(trainer, "load", world.load_ref("a", "policy", start))
     ref, result = save(trainer, "v1", start)
-    assert bases_of(gang.store, ref) == [] and "checkpoint/changed_fraction" not in result["metrics"]
+    assert dependencies(gang.store, ref) == [] and "checkpoint/changed_fraction" not in result["metrics"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpipe.store.local_copy import bases_of, whole_files
+from rlpipe.store.policy_files import dependencies, stored_policy
 from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
@@ -28,11 +28,11 @@ def test_differences_end_with_the_bits_of_whole_policies(folder: Folder, undistu
     run, other = (open_existing(store, "a") for store in stores)
     for version in range(ITERATIONS + 1):
         digests = [
-            {name: record.sha256 for name, record in whole_files(store, run.policy(version)[0]).items()}
+            {name: record.sha256 for name, record in stored_policy(store, run.policy(version)[0]).files.items()}
             for store, run in zip(stores, (run, other), strict=True)
         ]
         assert digests[0] == digests[1], f"weight version {version}"
-    chains = [len(bases_of(stores[0], run.policy(version)[0])) for version in range(ITERATIONS + 1)]
+    chains = [len(dependencies(stores[0], run.policy(version)[0])) for version in range(ITERATIONS + 1)]
     assert chains[:3] == [0, 1, 2] and chains[4] == chains[3] + 1 and chains[5] == 0, chains
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
     metrics = run.record(1).metrics

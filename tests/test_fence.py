@@ -26,11 +26,11 @@ from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.config.source import override_config
-from rlpipe.loop.behind import commit_record
 from rlpipe.loop.holding import cancelled_when_taken_over
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import MANIFEST, PRUNED, commit, new_attempt, read_manifest, write_bytes
-from rlpipe.store.backend import Store
+from rlpipe.store.backend import Store, open_store
+from rlpipe.store.commits import commit_record
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.holder import PID_MAX, Holder
 from rlpipe.store.lease import TakenOver, acquire
@@ -66,7 +66,7 @@ def commit_next(run: Run) -> None:
     record = IterationRecord(
         "a", iteration, iteration + 1, {"policy": ref}, -1, {}, [], BestReward(0, 0.5), MOMENT, lease=number
     )
-    commit_record(run, run.iteration_key(iteration), record)
+    commit_record(run.store, run.iteration_key(iteration), record, run.lease)
 
 
 def begin_one(run: Run) -> None:
@@ -296,7 +296,7 @@ def store(nobody_is_believed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """Who is of elsewhere and does not beat is dead at once; who is of here is believed."""
     monkeypatch.undo()
     monkeypatch.setattr(lease, "STALE_S", 0.0)
-    return Store(f"file://{tmp_path}")
+    return open_store(f"file://{tmp_path}")
 
 
 def as_if_of(held: lease.Lease, store: Store, **changes: object) -> None:
@@ -393,7 +393,7 @@ def test_a_host_is_its_boot_and_its_pid_namespace_too(store: Store, monkeypatch:
                           {"pid": "1"}, {"host": 3}, {"beats": -1},
                                      {"process_started": -1.0}, {"released": "no"}])  # fmt: skip
 def test_an_absurd_lease_is_one_clear_line(tmp_path: Path, changes: dict[str, object]) -> None:
-    store = Store(f"file://{tmp_path}")
+    store = open_store(f"file://{tmp_path}")
     tree = {**asdict(Holder("h", 1, 1.0)), **changes}
     store.put(f"{ROOT}/lease/000000.json", json.dumps({**tree, "seal": sha256_of(tree)}).encode())
     (name,) = changes

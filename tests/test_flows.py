@@ -32,9 +32,9 @@ from flows.ui import TEXT_MAX, _literal
 from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
-from rlpipe.loop.behind import CommittedLate
 from rlpipe.rewards.process import RewardLost
 from rlpipe.store import patience
+from rlpipe.store.commits import CommittedLate
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue
 from rlpipe.trainer.client import GangLost

@@ -157,7 +157,7 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
         session = Session(run, tmp_path / "work")  # type: ignore[arg-type]
         metrics = {"rollout/reward_mean": 1.0 - iteration, "rollout/num_tokens": 100, "train/num_tokens": trained}
         record = await commit_iteration(session, iteration, {}, metrics)
-        await session.behind.landed()
+        await session.commits.all_committed()
         return record
 
     first = config(*sets)

@@ -17,7 +17,7 @@ from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of
 from rlpipe.models.finite import PIECE_BYTES, not_finite
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.adapter_files import ADAPTER_WEIGHTS, PREFIX
-from rlpipe.store.backend import Store
+from rlpipe.store.backend import open_store
 from rlpipe.store.run import create_or_continue
 from rlpipe.trainer.model import adapter_rows
 from tests import trainer_world as world
@@ -80,7 +80,7 @@ def test_the_trainer_reads_no_row_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_the_trainer_reads_no_adapter_that_is_not_finite(tmp_path: Path) -> None:
-    store, gang = Store(f"file://{tmp_path}/store"), world.solo_gang(tmp_path)
+    store, gang = open_store(f"file://{tmp_path}/store"), world.solo_gang(tmp_path)
     ref = world.artifact(
         store, "runs/a/rl/00000/policy", {ADAPTER_WEIGHTS: save({f"{PREFIX}x": torch.tensor([[0.0], [INF]])})}
     )
@@ -92,7 +92,7 @@ def test_the_trainer_reads_no_adapter_that_is_not_finite(tmp_path: Path) -> None
 
 def test_a_host_gives_its_engines_no_difference_that_makes_a_number_none(tmp_path: Path) -> None:
     """Whoever can write the store can seal a difference again: its hashes are right."""
-    run, gang = create_or_continue(tiny(Store(f"file://{tmp_path}/store"))), world.solo_gang(tmp_path)
+    run, gang = create_or_continue(tiny(open_store(f"file://{tmp_path}/store"))), world.solo_gang(tmp_path)
     good, bad = torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     bad[9] = NAN
     files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": save({"w": good})}

@@ -216,7 +216,7 @@ class World:
         metrics = over_rounds([done.metrics for done in scores]) | batch.metrics | {"train/num_tokens": 1}
         artifacts = {"prompts": prompts.ref, "batch": batch.ref}
         await commit_iteration(self.session, iteration, artifacts, metrics)
-        await self.session.behind.landed()
+        await self.session.commits.all_committed()
         return batch.metrics | {"rounds": [ref.folder for ref in rounds]}
 
     def rows(self, iteration: int, stage: str, name: str, schema: Any) -> list[JsonDict]:

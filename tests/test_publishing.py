@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.base.errors import StoreError
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import FileContent
 from rlpipe.trainer import publishing
 from rlpipe.trainer.publishing import TRIES, Publication, Uploads, publish_bytes, published_file, published_in_blocks
@@ -23,7 +24,7 @@ class PlayedStore(Store):
     """A disk whose uploads fail so often first, and wait for a gate."""
 
     def __init__(self, folder: Path, faults: int = 0) -> None:
-        super().__init__(f"file://{folder}")
+        super().__init__(f"file://{folder}", folder, Disk(folder))
         self.faults, self.tries, self.gate = faults, 0, threading.Event()
         self.gate.set()
 
@@ -60,12 +61,12 @@ def outcome(uploads: Uploads, attempt: str = "a1") -> BaseException | None:
 def test_the_policy_stays_for_engines_and_the_state_goes(tmp_path: Path) -> None:
     store, disk = PlayedStore(tmp_path / "store", faults=TRIES - 1), tmp_path / "published"
     uploads, made = Uploads(store, disk), publication(disk)
-    assert uploads.of("a1") is None and not uploads.under_way
+    assert uploads.of("a1") is None and not uploads.is_busy
     store.gate.clear()
     uploads.begin(made)
-    assert uploads.under_way
+    assert uploads.is_busy
     store.gate.set()
-    assert outcome(uploads) is None and not uploads.under_way
+    assert outcome(uploads) is None and not uploads.is_busy
     assert {store.read(key) for key in (*made.policy, *made.beside)} == {b"weights", b"state"}
     assert [(disk / key).exists() for key in (*made.policy, *made.beside)] == [True, False]
     assert uploads.of("a2") is None

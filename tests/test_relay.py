@@ -250,8 +250,8 @@ async def test_a_part_that_will_not_come_is_said_at_once_to_who_waits_for_it(tmp
     path.touch()
 
     async def fail() -> None:
-        with relay.landing("a/file", path, [0, 3 * PART_BYTES]) as landed:
-            landed(0)
+        with relay.arriving("a/file", path, [0, 3 * PART_BYTES]) as arrived:
+            arrived(0)
             assert await relay.part("a/file", 0) == tmp_path / "relayed/a/file"
             assert await relay.part("a/file", PART_BYTES) is None  # another node's
             waiting.append(asyncio.create_task(relay.part("a/file", 3 * PART_BYTES)))

@@ -190,7 +190,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_whole_file_or_none(tmp_path: P
 
 
 def test_a_folder_is_where_keys_are(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"))
     for key in ("runs/a/lease/1.json", "runs/a/lease/2.json", "runs/b/run.json"):
         store.put(key, b"1")
     store.delete("runs/a/lease/1.json")
@@ -202,7 +202,7 @@ def test_a_folder_is_where_keys_are(tmp_path: Path) -> None:
 
 
 def test_folders_come_and_go_under_many_writers(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"))
 
     def work(worker: int) -> None:
         for number in range(150):

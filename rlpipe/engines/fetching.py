@@ -15,7 +15,7 @@ from rlpipe.models.finite import check_finite
 from rlpipe.models.whole import base_and_adapter, whole_policy
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.store.local_copy import whole_files
+from rlpipe.store.policy_files import stored_policy
 
 # the folder of the bases into which adapters are merged, beside the merged policies
 BASES = "bases"
@@ -62,4 +62,5 @@ def fetched(
 
 def weight_hashes(store: Store, policy: ArtifactRef) -> dict[str, str]:
     """The sha256 of each file of a policy's weights as whole files, also for a delta."""
-    return {name: record.sha256 for name, record in whole_files(store, policy).items() if name.endswith(".safetensors")}
+    files = stored_policy(store, policy).files
+    return {name: record.sha256 for name, record in files.items() if name.endswith(".safetensors")}

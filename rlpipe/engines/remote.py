@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any, Never
 
 import aiohttp
@@ -35,6 +36,7 @@ from rlpipe.services.finder import ANSWER_TIMEOUT_S, Peer
 from rlpipe.services.registration import ENGINES, FILES, Registration, ServiceRecord
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.backend import Store
+from rlpipe.store.commits import load_published
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.relay import Relay
 from rlpipe.store.transfer import PART_BYTES
@@ -174,15 +176,10 @@ class HostService:
 
     async def _serve(self, wanted: ServeRequest) -> None:
         self._wanted = wanted
+        load = partial(self.host.serve, wanted.policy, wanted.version, wanted.probe)
         try:
-            try:
-                await self.host.serve(wanted.policy, wanted.version, wanted.probe, wanted.nearby)
-            except StoreError as error:
-                await self._until_committed(wanted, error)
-                if wanted is not self._wanted:
-                    return
-                await self.host.serve(wanted.policy, wanted.version, wanted.probe)
-            self.fault = None
+            if await load_published(load, wanted.nearby, partial(self._until_committed, wanted)):
+                self.fault = None
         except LOCAL_FAULTS as error:
             self.fault = error
             log.error("weight version %d is not served: %s", wanted.version, error)
@@ -207,12 +204,12 @@ class HostService:
         await asyncio.gather(*self._serving)
         await self.host.release()
 
-    async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> None:
+    async def _until_committed(self, wanted: ServeRequest, fault: StoreError) -> bool:
         """Waits until the store has a policy that could not be fetched from the trainer's node;
-        raises the fault if the store had it already.
+        raises the fault if the store had it already. False once another policy is wanted.
         """
         manifest, deadline = f"{wanted.policy.folder}/{MANIFEST}", time.monotonic() + COMMIT_WAIT_S
-        if wanted.nearby is None or await asyncio.to_thread(self.host.store.exists, manifest):
+        if await asyncio.to_thread(self.host.store.exists, manifest):
             raise fault
         log.warning(
             "weight version %d cannot be had from the trainer's node: waiting for the store (%s)", wanted.version, fault
@@ -222,6 +219,7 @@ class HostService:
                 raise fault
             self._waited += 1
             await asyncio.sleep(COMMIT_POLL_S)
+        return wanted is self._wanted
 
     async def status(self, request: web.Request) -> web.Response:
         """Answers with the engines that were proved to serve the requested version, and the

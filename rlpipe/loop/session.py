@@ -21,7 +21,6 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
-from rlpipe.loop.behind import Behind
 from rlpipe.loop.clock import Clock
 from rlpipe.loop.colocation import MemoryTurns
 from rlpipe.loop.holding import cancelled_when_taken_over, told
@@ -36,7 +35,10 @@ from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import lease
+from rlpipe.store.commits import Commits, load_published
+from rlpipe.store.nearby import Nearby
 from rlpipe.store.patience import working
+from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import gang_place
@@ -56,7 +58,9 @@ class Session:
         memory = MemoryTurns(self.pool, self._hosts.joined, client) if engines.colocate else None
         self.trainer = TrainerSeat(client, memory, self._may_steer)
         self.tracker = Tracker(run, partial(fetch_points, run))
-        self.behind = Behind(run)
+        self.commits = Commits(run.store, run.uncommitted, run.lease)
+        self.retention = Retention(run)  # prunes what the run does not keep, after commits
+        self.at_start = {phase: run.num_done(phase) for phase in ("sft", "rl")}  # SFT segments and RL iterations
         self.data = RunData(run, work_dir)
         self.clock = Clock()
         self.sampling_round: SamplingRound | None = None  # the one in progress
@@ -91,25 +95,30 @@ class Session:
             if self.trainer.memory:
                 async with self.trainer.turn:
                     await self.trainer.memory.to_engines()
-            nearby = self.behind.nearby(policy)
+            nearby = self.commits.nearby(policy)
             if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
-                await self.behind.committed([policy.sha256])
+                await self.commits.committed([policy.sha256])
             probe = await asyncio.to_thread(self._probe, policy)
-            try:
-                async with self.trainer.turn if nearby and nearby.sender else contextlib.nullcontext():
-                    await self.pool.serve(policy, version, probe, nearby)
-            except StoreError as error:  # the trainer that had the files was lost
-                if not self.behind.is_under_way(policy):
-                    raise
-                log.warning(
-                    "no engine got weight version %d from the trainer's disk (%s): waiting for the store",
-                    version,
-                    error,
-                )
-                await self.behind.committed([policy.sha256])
-                await self.pool.serve(policy, version, probe)
+
+            async def load(near: Nearby | None) -> None:
+                async with self.trainer.turn if near and near.sender else contextlib.nullcontext():
+                    await self.pool.serve(policy, version, probe, near)
+
+            await load_published(load, nearby, partial(self._until_committed, policy, version))
             assert self.pool.version == version, "the pool serves another version than it was given"
             return True
+
+    async def _until_committed(self, policy: ArtifactRef, version: int, fault: StoreError) -> bool:
+        """Waits until the store has a policy whose files were lost with the trainer; raises the
+        fault if the store had it already.
+        """
+        if not self.commits.is_uncommitted(policy):
+            raise fault
+        log.warning(
+            "no engine got weight version %d from the trainer's disk (%s): waiting for the store", version, fault
+        )
+        await self.commits.committed([policy.sha256])
+        return True
 
     def _probe(self, policy: ArtifactRef) -> Probe:
         metrics = self.run.manifest(policy).metrics
@@ -159,18 +168,18 @@ class Session:
         """
         try:
             if not failed:
-                await self.behind.landed()
+                await self.commits.all_committed()
         finally:
             self._closed = True
             # first: a shard that outlived a failed one must not score or step any more
             await self._closing.aclose()
-            await self.behind.close()
+            await self.commits.close()
             await asyncio.gather(
                 self.pool.close(),
                 self._hosts.close(),
                 self.trainer.client.close(),
                 asyncio.to_thread(self.tracker.close),
-                asyncio.to_thread(self.behind.retention.close),
+                asyncio.to_thread(self.retention.close),
             )
             if self.run.lease is None or not self.run.lease.is_over:  # else they may be those of the new holder
                 await asyncio.to_thread(remove_copies, self.data.folder)
@@ -234,5 +243,5 @@ def _begin(run: Run, start_service: StartService) -> Session:
     remove_copies(work_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     session = Session(run, work_dir, start_service)
-    session.behind.retention.begin()
+    session.retention.begin()
     return session

@@ -28,12 +28,12 @@ from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import ADDED, PipelineConfig, stored_tree
-from rlpipe.loop.behind import Published
 from rlpipe.loop.session import Session
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
 from rlpipe.store.code_version import code_version
+from rlpipe.store.commits import Published
 
 
 class StageKey(NamedTuple):
@@ -177,7 +177,7 @@ async def run_stage(
     other inputs or settings than these.
     """
     run = session.run
-    session.behind.check()
+    session.commits.check()
     hashes = {name: ref.sha256 for name, ref in inputs.items()}
     standing = await asyncio.to_thread(run.artifact, *key)
     if standing is not None:
@@ -215,9 +215,9 @@ async def run_stage(
     )
     if produced.published is not None:
         return StageResult(
-            session.behind.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False
+            session.commits.publish(attempt.folder, manifest, produced.published), manifest.metrics, cached=False
         )
-    await session.behind.committed(hashes.values())
+    await session.commits.committed(hashes.values())
     ref, manifest = await asyncio.to_thread(commit, run.store, attempt.folder, manifest, run.lease)
     return StageResult(ref, manifest.metrics, cached=False)
 

@@ -7,20 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlpipe.base.references import ArtifactRef
-from rlpipe.store.adapter_files import BASE, AdapterBase
-from rlpipe.store.artifacts import read_file, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.store.documents import parse_document
 from rlpipe.store.local_copy import made_once, materialise
-
-
-def base_of(store: Store, ref: ArtifactRef) -> ArtifactRef | None:
-    """The base of a policy that is an adapter; None for a whole policy."""
-    records = [record for record in read_manifest(store, ref.folder, ref.sha256).files if record.plain_name == BASE]
-    if not records:
-        return None
-    data = read_file(store, ref.folder, records[0])
-    return parse_document(store.address(f"{ref.folder}/{records[0].name}"), data, AdapterBase).policy
+from rlpipe.store.policy_files import base_of
 
 
 def base_and_adapter(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Path) -> tuple[Path, Path | None]:
@@ -40,16 +29,13 @@ def whole_policy(store: Store, ref: ArtifactRef, local_dir: Path, bases_dir: Pat
     not fit. Whole policies, which may be bases, are put below `bases_dir` if one is given, so that
     a base is fetched once for all its adapters.
     """
-    base = base_of(store, ref)
-    if base is None:
-        return materialise(store, ref, bases_dir or local_dir)
-    adapter = materialise(store, ref, local_dir)
+    whole, adapter = base_and_adapter(store, ref, local_dir, bases_dir or local_dir)
+    if adapter is None:
+        return whole
     target = local_dir / f"{adapter.name}-merged"
-    if target.is_dir():
-        return target
-    from rlpipe.models.merge import merge  # imports torch, which takes seconds
+    if not target.is_dir():
+        from rlpipe.models.merge import merge  # imports torch, which takes seconds
 
-    whole = materialise(store, base, bases_dir or local_dir)
-    with made_once(target) as partial:
-        merge(whole, adapter, partial)
+        with made_once(target) as partial:
+            merge(whole, adapter, partial)
     return target

@@ -19,8 +19,8 @@ from rlpipe.base.values import Metrics, expanded
 from rlpipe.config.sections import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
-from rlpipe.store.local_copy import is_delta
 from rlpipe.store.outside import is_outside
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.run import BEFORE_SFT, Run
 
 STAGES = (
@@ -108,7 +108,7 @@ def policy_tags(run: Run, version: int) -> dict[str, str]:
     tags = {"rlpipe.version": str(version), "rlpipe.policy_sha256": ref.sha256}
     if "previous" in manifest.inputs:
         tags["rlpipe.parent_policy_sha256"] = manifest.inputs["previous"]
-    if is_delta(run.store, ref):
+    if stored_policy(run.store, ref, manifest).is_rebuilt:
         tags[EXPORT_TAG] = f"rlpipe export {run.name} --version {version} --to FOLDER"
     for name, place in (("base", ("base", 0, "policy")), ("data_sft", ("data", 0, "data"))):
         if artifact := run.artifact(*place):

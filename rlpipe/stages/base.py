@@ -24,7 +24,6 @@ from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.models.folder import weight_files
-from rlpipe.models.whole import base_of
 from rlpipe.records.messages import content_text
 from rlpipe.stages.model_source import (
     MODEL_FILES,
@@ -38,7 +37,8 @@ from rlpipe.stages.model_source import (
 from rlpipe.stages.training import new_adapter, save_loaded
 from rlpipe.store.artifacts import write_file
 from rlpipe.store.backend import Store
-from rlpipe.store.local_copy import materialise, read_small_file
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.run import Run
 from rlpipe.trainer.jobs import LoadJob, NewModel
 
@@ -126,8 +126,7 @@ def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets
     name = config.rl.reference
     if run is not None and name.startswith(RUN):
         policy = newest_policy(run.store, "rl.reference", name)[0]
-        whole = base_of(run.store, policy) or policy  # an adapter has the tokenizer of its base
-        other = _committed_tokenizer(run.store, whole)
+        other = _committed_tokenizer(run.store, policy)
     else:
         other = (source_of(config, "rl.reference", name).folder / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None
@@ -139,7 +138,7 @@ def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets
 
 
 def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
-    return read_small_file(store, ref, "tokenizer.json")
+    return stored_policy(store, ref).read("tokenizer.json")
 
 
 def check_vocabulary(name: str, own: bytes, other: bytes) -> None:

@@ -59,8 +59,8 @@ async def commit_iteration(
     record = await asyncio.to_thread(session.run.iteration, iteration)
     if record is None:
         record = await asyncio.to_thread(_record, session, iteration, artifacts, named)
-        session.behind.record(session.run.iteration_key(iteration), record)
-    session.behind.then(lambda: asyncio.to_thread(session.behind.retention.committed, record))
+        session.commits.record(session.run.iteration_key(iteration), record)
+    session.commits.then(lambda: asyncio.to_thread(session.retention.committed, record))
     return record
 
 

@@ -24,13 +24,14 @@ from rlpipe.data.template_text import write_template
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
 from rlpipe.loop.session import work_dir_of
 from rlpipe.models.folder import INDEX, folder_config, tensor_shapes, weight_files
-from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.models.whole import whole_policy
 from rlpipe.store.artifacts import PRUNED, is_pruned
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA
 from rlpipe.store.disk import link
-from rlpipe.store.local_copy import made_once, read_small_file, way_to_remake, whole_files
+from rlpipe.store.local_copy import made_once, way_to_remake
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
+from rlpipe.store.policy_files import base_of, stored_policy
 from rlpipe.store.run import open_existing
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
@@ -259,10 +260,10 @@ def place_of_model(config: PipelineConfig) -> tuple[str, JsonDict]:
     if name.startswith(RUN):
         store = open_store(config.store)
         policy, version = newest_policy(store, FIELD, name)
-        base = base_of(store, policy)  # an adapter has the shapes of its base
-        size = sum(record.bytes for record in whole_files(store, base or policy).values())
+        whole = stored_policy(store, base_of(store, policy) or policy)  # an adapter has the shapes of its base
+        size = sum(record.bytes for record in whole.files.values())
         text = f"version {version} of run {name.removeprefix(RUN)}, {size_text(size)}"
-        return text, _config_in(read_small_file(store, base or policy, "config.json"))
+        return text, _config_in(whole.read("config.json"))
     if is_outside(name):
         files = _files_on_s3(FIELD, name)
         folder = fetched_folder(name, files, _models(config))

@@ -105,7 +105,7 @@ async def checkpoint(
     samples. `reference`: that of the KL term, where it is another model than the one that RL starts
     from.
     """
-    await session.behind.landed()  # at most one iteration is uncommitted
+    await session.commits.all_committed()  # at most one iteration is uncommitted
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
     inputs = {"batch": batch} | ({"reference": reference} if reference else {})
     stored = stored_as(session.config, iteration + 1, previous)

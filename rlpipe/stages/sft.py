@@ -16,9 +16,9 @@ from rlpipe.config.training import SftConfig
 from rlpipe.data.conversations import encode_talk, tokenise_conversations
 from rlpipe.data.cursor import PromptCursor
 from rlpipe.data.sources import fitting, load_conversations, split_validation
-from rlpipe.loop.landing import OnProgress
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
+from rlpipe.loop.trainer_requests import OnProgress
 from rlpipe.records.prompt import Talk
 from rlpipe.records.rollout import Conversation
 from rlpipe.stages.training import TRAINED_BY, commit_saved, save_job, sft_job, train_job
@@ -112,7 +112,7 @@ async def train_segment(
     metrics = await train_job(session, segment, job, on_progress)
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
     saved = await save_job(session, segment, job, attempt, with_state=True)
-    await saved.published.land()
+    await saved.published.upload()
     await commit_saved(session, StageKey("sft", segment, "state"), inputs, saved.state)
     return saved.produced(metrics, 0)
 

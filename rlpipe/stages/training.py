@@ -19,12 +19,12 @@ from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
-from rlpipe.loop.behind import Published
-from rlpipe.loop.landing import Landing, OnProgress, Rebuild, do_job, send
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.loop.trainer_requests import OnProgress, Rebuild, Upload, do_job, send
 from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.artifacts import is_pruned
+from rlpipe.store.commits import Published
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
@@ -151,7 +151,7 @@ async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_pr
     """
     rebuild = functools.partial(replay, session.run, job.kind, iteration)
     # an upload in progress may need the trainer too, and the state to rebuild from may be in it
-    return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.behind.landed))["metrics"]
+    return (await do_job(session, job, rebuild, on_progress, before_rebuild=session.commits.all_committed))["metrics"]
 
 
 async def save_job(
@@ -191,7 +191,7 @@ async def save_loaded(session: Session, load: LoadJob, attempt: Attempt, *, poli
     rebuild = functools.partial(send, job=load)
     await rebuild(await session.trainer.ready())
     saved = await save(session, load.position, attempt, rebuild, policy=policy)
-    await saved.published.land()
+    await saved.published.upload()
     return saved
 
 
@@ -220,11 +220,11 @@ async def save(
     saved = {name: [FileRecord(**record) for record in answer[name]] for name in ("policy", "state", "gap")}
     wanted = {*folders, *(["policy"] if policy else [])}
     assert {name for name, files in saved.items() if files} == wanted, f"saved {saved}, wanted {wanted}"
-    landing = Landing(session, job, rebuild, answer)
+    upload = Upload(session, job, rebuild, answer)
     is_served = session.trainer.client.serves_files
     places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
     sender = session.trainer.client.sender(position) if session.config.engines.transport == "tensor" else None
-    published = Published(places, answer["made_on"], landing.land, sender)
+    published = Published(places, answer["made_on"], upload.finish, sender)
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 
@@ -234,7 +234,7 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
     """
     newest = _newest_state(run, phase, iteration - 1)
     state = run.committed(phase, newest, "state")[0] if newest >= 0 else None
-    assert state is None or state.folder not in run.pending.artifacts, f"{state} is not in the store yet"
+    assert state is None or state.folder not in run.uncommitted.artifacts, f"{state} is not in the store yet"
     policy = _first_policy(run, phase) if state is None else None
     adapter = new_adapter(run.config) if policy else None
     load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)

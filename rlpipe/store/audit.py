@@ -25,7 +25,7 @@ from rlpipe.store.backend import Store
 from rlpipe.store.documents import is_sealed
 from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import fenced, held_by, numbers, unreleased
-from rlpipe.store.local_copy import bases_of
+from rlpipe.store.policy_files import dependencies, stored_policy
 from rlpipe.store.pruned import delete, is_prunable, pruned_folders, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started
@@ -154,18 +154,19 @@ def _prune_faults(store: Store, folder: str, manifest: Manifest) -> Iterator[str
 
 
 def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[str]:
-    """Yields a line for each artifact that is stored as a difference and cannot be rebuilt.
+    """Yields a line for each policy that cannot be built without another one that is damaged.
 
     `folders`: artifacts whose own files are intact; `damaged`: the folders of the others.
     """
     for folder in folders:
+        policy = stored_policy(store, *read_artifact(store, folder))
         try:
-            bases = bases_of(store, read_artifact(store, folder)[0])
-            fault = next((f"{base.folder} is damaged" for base in bases if base.folder in damaged), "")
+            needed = dependencies(store, policy.ref)
+            fault = next((f"{other.folder} is damaged" for other in needed if other.folder in damaged), "")
         except StoreError as error:
             fault = str(error)
         if fault:
-            yield f"{folder} is stored as a difference and cannot be rebuilt: {fault}"
+            yield f"{folder} is stored as {policy.form} and cannot be rebuilt: {fault}"
 
 
 def _missing(run: Run) -> Iterator[str]:

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,19 +19,24 @@ from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
 
 
-class Objects(Protocol):
-    """The operations of one kind of store. Listings are in any order.
+class Readable(Protocol):
+    """A place from which files are read by their keys: a store, or another node.
 
     Every error is an OSError; FileNotFoundError for a key that does not exist.
     """
+
+    def read(self, key: str) -> bytes: ...
+    def read_part(self, key: str, start: int, end: int) -> Part: ...
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int: ...
+
+
+class Objects(Readable, Protocol):
+    """The operations of one kind of store. Listings are in any order."""
 
     @property
     def parts_at_once(self) -> int: ...
     def exists(self, key: str) -> bool: ...
     def size(self, key: str) -> int: ...
-    def read(self, key: str) -> bytes: ...
-    def read_part(self, key: str, start: int, end: int) -> Part: ...
-    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int: ...
     def put(self, key: str, data: bytes) -> None: ...
     def put_parts(self, key: str, size: int, pieces: Callable[[], Iterable[bytes]]) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
@@ -40,32 +46,17 @@ class Objects(Protocol):
     def check_writable(self, key: str) -> None: ...
 
 
+@dataclass(eq=False)
 class Store:
-    """One URL as a flat map of keys to bytes.
+    """One URL as a flat map of keys to bytes, which are kept in `objects`.
 
-    Writes are atomic. `create` never overwrites: the first writer of a key wins.
+    Writes are atomic. `create` never overwrites: the first writer of a key wins. `local`: the
+    folder of the store; None for one on S3.
     """
 
-    def __init__(self, url: str) -> None:
-        scheme, separator, rest = url.partition("://")
-        if "\0" in url or (separator and not rest):
-            raise UserError(f"store={url!r}: names no place; use file:///path or s3://bucket/prefix")
-        if scheme == "file" and separator and not rest.startswith("/"):
-            raise UserError(
-                f"store={url!r}: {rest.split('/')[0]!r} would be another host; write file:///path, or just the path"
-            )
-        if scheme == "s3" and set(rest) & set("?#"):
-            raise UserError(f"store={url!r}: '?' and '#' have a meaning of their own in an s3:// URL; leave them out")
-        if not separator or scheme == "file":
-            self.local: Path | None = expanded(rest if separator else url).resolve()
-            self.url = f"file://{self.local}"
-            self.objects: Objects = Disk(self.local)
-        elif scheme == "s3":
-            self.local = None
-            self.url = url.rstrip("/")
-            self.objects = _bucket(self.url)
-        else:
-            raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
+    url: str
+    local: Path | None
+    objects: Objects
 
     def address(self, key: str) -> str:
         """The path or s3:// URL of `key` for a person.
@@ -155,19 +146,19 @@ class Store:
         return self._get_parts(key, self.size(key), target)
 
     def _get_parts(
-        self, key: str, size: int, target: Path, order: Sequence[int] = (), landed: Callable[[int], None] | None = None
+        self, key: str, size: int, target: Path, order: Sequence[int] = (), arrived: Callable[[int], None] | None = None
     ) -> FileContent:
         """As `get_file`, for a file of `size` bytes.
 
-        `order`: the starts of the parts in the order in which they are begun; `landed` is called
+        `order`: the starts of the parts in the order in which they are begun; `arrived` is called
         with the start of each part that was written.
         """
 
         def fetch_part(start: int, end: int) -> None:
             if self.objects.copy_part(key, start, end, file.fileno()) != end:
                 raise StoreError(f"{self.address(key)} is torn: it ends before byte {end}")
-            if landed is not None:
-                landed(start)
+            if arrived is not None:
+                arrived(start)
 
         with target.open("w+b", buffering=0) as file, self._missing(key):
             file.truncate(size)
@@ -209,8 +200,22 @@ def _bucket(url: str) -> Objects:
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`; makes no request to it."""
-    return Store(url)
+    """The store at `url`; makes no request to it. UserError when `url` names no place."""
+    scheme, separator, rest = url.partition("://")
+    if "\0" in url or (separator and not rest):
+        raise UserError(f"store={url!r}: names no place; use file:///path or s3://bucket/prefix")
+    if scheme == "file" and separator and not rest.startswith("/"):
+        raise UserError(
+            f"store={url!r}: {rest.split('/')[0]!r} would be another host; write file:///path, or just the path"
+        )
+    if scheme == "s3" and set(rest) & set("?#"):
+        raise UserError(f"store={url!r}: '?' and '#' have a meaning of their own in an s3:// URL; leave them out")
+    if not separator or scheme == "file":
+        local = expanded(rest if separator else url).resolve()
+        return Store(f"file://{local}", local, Disk(local))
+    if scheme == "s3":
+        return Store(url.rstrip("/"), None, _bucket(url.rstrip("/")))
+    raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
 
 def check_readable(store: Store) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import Manifest
 from rlpipe.base.references import ArtifactRef, FileRecord
-from rlpipe.store.artifacts import is_pruned, new_attempt, read_file, read_manifest
+from rlpipe.store.artifacts import is_pruned, new_attempt, read_file
 from rlpipe.store.backend import Store
-from rlpipe.store.deltas import DELTA, Delta, parse_delta, rebuild
+from rlpipe.store.deltas import rebuild
+from rlpipe.store.policy_files import DeltaPolicy, WholePolicy, stored_policy
 from rlpipe.store.transfer import PART_BYTES, FileContent
 
 log = logging.getLogger(__name__)
@@ -31,55 +32,6 @@ def way_to_remake(manifest: Manifest) -> str:
         f"`rlpipe export {run} --version {iteration + 1} --to DIR` makes it again in a folder, "
         f"`rlpipe fork {run} --at {iteration} --run NEW` in the store"
     )
-
-
-def read_delta(store: Store, folder: str, manifest: Manifest) -> Delta | None:
-    """The Delta of a policy that is stored as a difference; None for an artifact stored whole."""
-    records = [record for record in manifest.files if record.plain_name == DELTA]
-    return (
-        parse_delta(store.address(f"{folder}/{records[0].name}"), read_file(store, folder, records[0]))
-        if records
-        else None
-    )
-
-
-def is_delta(store: Store, ref: ArtifactRef) -> bool:
-    """True when an artifact is stored as a difference."""
-    return any(record.plain_name == DELTA for record in read_manifest(store, ref.folder, ref.sha256).files)
-
-
-def bases_of(store: Store, ref: ArtifactRef) -> list[ArtifactRef]:
-    """The policies that are needed to rebuild this one, nearest first: its base, the base of that,
-    down to one that is stored whole.
-    """
-    bases: list[ArtifactRef] = []
-    while delta := read_delta(store, ref.folder, read_manifest(store, ref.folder, ref.sha256)):
-        ref = delta.base  # its sha256 is in the manifest that names it: no chain can close
-        bases.append(ref)
-    return bases
-
-
-def whole_files(store: Store, ref: ArtifactRef) -> dict[str, FileRecord]:
-    """The files that `materialise` makes, by plain name: with the same bytes and sha256 however the
-    artifact is stored.
-    """
-    manifest = read_manifest(store, ref.folder, ref.sha256)
-    delta = read_delta(store, ref.folder, manifest)
-    if delta is None:
-        return {record.plain_name: record for record in manifest.files}
-    attempt = manifest.files[0].name.split("/", 1)[0]
-    return {file.name: FileRecord(f"{attempt}/{file.name}", file.bytes, file.sha256) for file in delta.files}
-
-
-def read_small_file(store: Store, ref: ArtifactRef, name: str) -> bytes:
-    """One small file of an artifact, a JSON or a template, also where only its base stores it;
-    StoreError when there is none.
-    """
-    manifest = read_manifest(store, ref.folder, ref.sha256)
-    delta = read_delta(store, ref.folder, manifest)
-    if delta is not None and any(file.name == name and file.stored == "base" for file in delta.files):
-        return read_small_file(store, delta.base, name)
-    return read_file(store, ref.folder, manifest.file(name))
 
 
 @contextlib.contextmanager
@@ -106,18 +58,18 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     An artifact that is stored as a difference is rebuilt from its base, which is read from the
     store where `local_dir` does not have it.
     """
-    manifest = read_manifest(store, ref.folder, ref.sha256)
-    target = _local_folder(ref, local_dir)
+    policy = stored_policy(store, ref)
+    target = local_folder(ref, local_dir)
     if target.is_dir():
         return target
     partial = local_dir / f".{target.name}.{new_attempt()}"
     partial.mkdir(parents=True)
     try:
-        os.rename(_whole_folder(store, ref, manifest, partial, local_dir), target)
+        os.rename(_whole_folder(policy, partial, local_dir), target)
     except StoreError as error:
         if not is_pruned(store, ref.folder):
             raise
-        raise StoreError(f"{store.address(ref.folder)} was pruned; {way_to_remake(manifest)}") from error
+        raise StoreError(f"{store.address(ref.folder)} was pruned; {way_to_remake(policy.manifest)}") from error
     except OSError:
         if not target.is_dir():  # else another process of this node was first: the same bytes
             raise
@@ -127,28 +79,28 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     return target
 
 
-def _local_folder(ref: ArtifactRef, local_dir: Path) -> Path:
+def local_folder(ref: ArtifactRef, local_dir: Path) -> Path:
+    """The folder below `local_dir` into which `materialise` puts an artifact."""
     return local_dir / f"{ref.folder.replace('/', '-')}-{ref.sha256[:12]}"
 
 
-def _whole_folder(store: Store, ref: ArtifactRef, manifest: Manifest, scratch: Path, local_dir: Path) -> Path:
+def _whole_folder(policy: WholePolicy, scratch: Path, local_dir: Path) -> Path:
     """A new folder in `scratch` with the whole files of an artifact."""
+    store, ref = policy.store, policy.ref
     stored, whole = (scratch / f"{ref.sha256[:12]}-{name}" for name in ("stored", "whole"))
     stored.mkdir()
-    fetch(store, ref.folder, manifest.files, stored)
-    delta = read_delta(store, ref.folder, manifest)
-    if delta is None:
+    fetch(store, ref.folder, policy.manifest.files, stored)
+    if not isinstance(policy, DeltaPolicy):
         return stored
-    address, base = store.address(ref.folder), _local_folder(delta.base, local_dir)
+    address, base = store.address(ref.folder), local_folder(policy.base, local_dir)
     if base.is_dir():
         try:
-            return rebuild(address, delta, stored, base, whole)
+            return rebuild(address, policy.delta, stored, base, whole)
         except (StoreError, OSError) as error:
             log.warning("%s was damaged on this disk (%s): it is read from the store again", base, error)
             shutil.rmtree(whole)
-    of_base = read_manifest(store, delta.base.folder, delta.base.sha256)
-    base = _whole_folder(store, delta.base, of_base, scratch, local_dir)
-    rebuild(address, delta, stored, base, whole)
+    base = _whole_folder(stored_policy(store, policy.base), scratch, local_dir)
+    rebuild(address, policy.delta, stored, base, whole)
     shutil.rmtree(base)  # of a chain, two policies are on the disk at a time
     return whole
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import MANIFEST, parse_manifest
-from rlpipe.store.backend import Objects, Store
+from rlpipe.store.backend import Objects, Readable, Store
 from rlpipe.store.disk import Disk, link
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part
@@ -79,10 +79,9 @@ class NearStore(Store):
     """A store that reads the files of one artifact from nearby where they are there."""
 
     def __init__(self, store: Store, nearby: Nearby, keys: Mapping[str, str], relay: Relay | None) -> None:
-        self.local, self.url = store.local, store.url
         self._near = NearObjects(store.objects, nearby, keys, relay.url if relay else "")
         self._relay = relay
-        self.objects = cast("Objects", self._near)
+        super().__init__(store.url, store.local, cast("Objects", self._near))
 
     def get_file(self, key: str, target: Path) -> FileContent:
         """Gets a file from the nearest place.
@@ -116,8 +115,8 @@ class NearStore(Store):
             return self._get_parts(key, size, target, order)
         target.unlink(missing_ok=True)  # parts of a damaged file may still be sent to others
         target.touch()
-        with self._relay.landing(key, target, own) as landed:
-            return self._get_parts(key, size, target, order, landed)
+        with self._relay.arriving(key, target, own) as arrived:
+            return self._get_parts(key, size, target, order, arrived)
 
 
 class NearObjects:
@@ -134,7 +133,7 @@ class NearObjects:
         self._documents = {address: document}
         self._store = objects
         self._left: set[NodeDisk] = set()  # those that are not asked any more
-        self._servers: dict[str, Objects] = {}  # of places and peers that were asked
+        self._servers: dict[str, Readable] = {}  # of places and peers that were asked
         self._peers, self._own_url = nearby.peers, own_url
         self._peers_left = set(nearby.peers) - keys.keys()
 
@@ -219,10 +218,10 @@ class NearObjects:
     def _place(self, key: str) -> NodeDisk:
         return self._places[self._made_on.get(key.removeprefix(self._prefix), 0)]
 
-    def _server(self, url: str) -> Objects:
+    def _server(self, url: str) -> Readable:
         return self._servers.get(url) or self._servers.setdefault(url, file_server(url, self._keys[url]))
 
-    def _nearest(self, key: str, read: Callable[[Objects], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
+    def _nearest(self, key: str, read: Callable[[Readable], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
         """Returns the answer of the nearest place that has the key.
 
         The places are, in order: this node's disk, the server of the node that wrote the file, the
@@ -233,7 +232,7 @@ class NearObjects:
         place = self._place(key)
         if self.on_disk(key) is not None:
             with contextlib.suppress(OSError):  # deleted meanwhile
-                if is_whole(answer := read(cast("Objects", Disk(Path(place.disk))))):
+                if is_whole(answer := read(Disk(Path(place.disk)))):
                     return answer
         if place.url in self._keys and place not in self._left:
             try:
@@ -245,8 +244,8 @@ class NearObjects:
         return read(self._store)
 
 
-def file_server(url: str, key: str) -> Objects:
+def file_server(url: str, key: str) -> Readable:
     """The files of another node."""
     from rlpipe.store.remote import FileServer  # obstore takes 0.3 s to import
 
-    return cast("Objects", FileServer(url, key))
+    return FileServer(url, key)

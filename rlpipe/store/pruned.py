@@ -16,11 +16,9 @@ from typing import Literal
 from pydantic import StrictInt
 
 from rlpipe.base.errors import StoreError
-from rlpipe.store import lease
-from rlpipe.store.adapter_files import BASE
+from rlpipe.store import lease, policy_files
 from rlpipe.store.artifacts import PRUNED, is_pruned, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import Lease, TakenOver, fenced
 from rlpipe.store.run import Run
@@ -28,8 +26,6 @@ from rlpipe.store.run import Run
 FOLDER = re.compile(r"runs/[^/]+/rl/\d{5,6}/(policy|state)")
 WAIT_S = 300.0  # for another process to delete some files
 POLL_S = 1.0
-# small documents that say how the other files were stored, needed to make them again
-STAY = (DELTA, BASE)
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def finish_pruning(store: Store, folder: str, held: Lease | None, stopped: threa
     for file in read_manifest(store, folder).files:
         if stopped is not None and stopped.is_set():
             return
-        if file.plain_name not in STAY:
+        if file.plain_name not in policy_files.DOCUMENTS:  # they are needed to make the others again
             delete_fenced(store, f"{folder}/{file.name}", record, folder, held)
     with fenced(held):
         store.put(f"{folder}/{PRUNED}", sealed(replace(record, finished=True)))

@@ -61,7 +61,7 @@ class RelayedFile:
     parts: dict[int, Future[None]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def landed(self, start: int) -> None:
+    def arrived(self, start: int) -> None:
         with self.lock:
             part = self.parts.setdefault(start, Future())
             if not part.done():
@@ -92,11 +92,11 @@ class Relay:
         """Adds a complete file."""
         file = self._named(key, path)
         for start in range(0, path.stat().st_size, PART_BYTES):
-            file.landed(start)
+            file.arrived(start)
         self._files[key] = file
 
     @contextlib.contextmanager
-    def landing(self, key: str, path: Path, own: list[int]) -> Iterator[Callable[[int], None]]:
+    def arriving(self, key: str, path: Path, own: list[int]) -> Iterator[Callable[[int], None]]:
         """Adds a file that arrives part by part within the body, which gets a function to call with
         the start of each part. Not passed on when the body fails.
 
@@ -107,7 +107,7 @@ class Relay:
         self._files[key] = file
         with contextlib.ExitStack() as undo:
             undo.callback(self._drop, key)
-            yield file.landed
+            yield file.arrived
             undo.pop_all()
 
     async def part(self, key: str, start: int) -> Path | None:

@@ -45,11 +45,11 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.config.rules import is_run_name
 from rlpipe.config.sections import CheckpointConfig
-from rlpipe.store.artifacts import PRUNED, read_manifest
+from rlpipe.store.artifacts import PRUNED, read_artifact, read_manifest
 from rlpipe.store.backend import Store
-from rlpipe.store.deltas import DELTA
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import TakenOver, fenced
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.pruned import PruneRecord, delete_fenced, finish_pruning, read_pruned
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import ForkRecord, RunRecord, record_key
@@ -148,8 +148,8 @@ class Retention:
         self._run, self._forks = run, Forks(run.store)
         # iterations whose artifacts have their files
         self._files: dict[str, set[int]] = {"policy": set(), "state": set()}
-        # iterations whose policies are stored as differences, or not
-        self._deltas: dict[int, bool] = {}
+        # iteration -> the folder of its policy's base; empty for a whole policy
+        self._bases: dict[int, str] = {}
         self._newest = -1
         self._unfinished: set[str] = set()  # folders whose pruning began
         self._stopped = threading.Event()
@@ -263,21 +263,25 @@ class Retention:
         )
 
     def _with_bases(self, iterations: set[int]) -> set[int]:
-        """These iterations, and those that hold the bases of their policies' differences."""
-        whole = set(iterations)
+        """These iterations, and those that hold the bases of their policies."""
+        whole, numbers = set(iterations), {self._folder("policy", at): at for at in self._files["policy"]}
         for iteration in iterations:
-            while self._is_delta(iteration):
-                iteration -= 1
+            while (iteration := numbers.get(self._base(iteration), -1)) >= 0:
                 whole.add(iteration)
         return whole
 
-    def _is_delta(self, iteration: int) -> bool:
+    def _base(self, iteration: int) -> str:
+        """The folder of the base of an iteration's policy; empty for a whole policy."""
         if iteration not in self._files["policy"]:  # not of this run, or pruned
-            return False
-        if iteration not in self._deltas:
-            files = read_manifest(self._run.store, f"{self._run.root}/rl/{iteration:05d}/policy").files
-            self._deltas[iteration] = any(file.plain_name == DELTA for file in files)
-        return self._deltas[iteration]
+            return ""
+        if iteration not in self._bases:
+            place = read_artifact(self._run.store, self._folder("policy", iteration))
+            base = stored_policy(self._run.store, *place).base
+            self._bases[iteration] = base.folder if base else ""
+        return self._bases[iteration]
+
+    def _folder(self, stage: str, iteration: int) -> str:
+        return f"{self._run.root}/rl/{iteration:05d}/{stage}"
 
     def _versions_of_use(self) -> set[int]:
         """The version with the best mean reward, and the one that the run ends with by its config,
@@ -287,7 +291,7 @@ class Retention:
         return {self._run.sampled_by(best), self._run.config.rl.num_iterations}
 
     def _prune_one(self, stage: str, iteration: int) -> None:
-        store, folder = self._run.store, f"{self._run.root}/rl/{iteration:05d}/{stage}"
+        store, folder = self._run.store, self._folder(stage, iteration)
         if self._stopped.is_set():
             return
         record = self._record(stage, iteration, folder)

@@ -18,10 +18,10 @@ from rlpipe.base.references import ArtifactRef, is_key
 from rlpipe.config.pipeline import PipelineConfig, as_begun
 from rlpipe.store.artifacts import MANIFEST, find, read_artifact, read_manifest
 from rlpipe.store.backend import Store, check_access, open_store
+from rlpipe.store.commits import Uncommitted
 from rlpipe.store.documents import read_document
 from rlpipe.store.forks import AT_SFT, check_committed, differences, fixed_differences, way_to_change, way_to_resume
 from rlpipe.store.lease import Lease
-from rlpipe.store.pending import Pending
 from rlpipe.store.run_record import SHARED_BY_REDO, ForkRecord, create_record, read_record, record_key, run_names
 
 BEFORE_SFT = -1  # in place of a weight version: the base model, where SFT makes version 0 of it
@@ -38,7 +38,7 @@ class OtherSettings(UserError):
 class Run:
     """One run of a store, with the config that is used for it now.
 
-    Artifacts that are `pending` are read as if they were committed. `lease`: of its holder.
+    Artifacts that are `uncommitted` are read as if they were committed. `lease`: of its holder.
     """
 
     store: Store
@@ -47,7 +47,7 @@ class Run:
     fork_at: int = AT_SFT  # the newest RL iteration that is wholly the parent's
     # the stage that iteration fork_at + 1 redoes; empty: the iteration is all its own
     redo: str = ""
-    pending: Pending = field(default_factory=Pending, compare=False, repr=False)
+    uncommitted: Uncommitted = field(default_factory=Uncommitted, compare=False, repr=False)
     lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -97,17 +97,17 @@ class Run:
     def artifact(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest] | None:
         """The committed artifact, or None."""
         folder = self.folder(phase, iteration, stage)
-        return self.pending.artifacts.get(folder) or find(self.store, folder)
+        return self.uncommitted.artifacts.get(folder) or find(self.store, folder)
 
     def committed(self, phase: str, iteration: int, stage: str) -> tuple[ArtifactRef, Manifest]:
         """The committed artifact; StoreError when it is missing."""
         folder = self.folder(phase, iteration, stage)
-        return self.pending.artifacts.get(folder) or read_artifact(self.store, folder)
+        return self.uncommitted.artifacts.get(folder) or read_artifact(self.store, folder)
 
     def manifest(self, ref: ArtifactRef) -> Manifest:
         """The manifest of an artifact; StoreError when it is missing, or another one."""
-        pending = self.pending.artifacts.get(ref.folder)
-        return pending[1] if pending and pending[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
+        published = self.uncommitted.artifacts.get(ref.folder)
+        return published[1] if published and published[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
 
     def iteration_key(self, iteration: int) -> str:
         return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
@@ -118,8 +118,8 @@ class Run:
         StoreError when the record is damaged, or is that of another iteration or run.
         """
         key = self.iteration_key(iteration)
-        if pending := self.pending.records.get(key):
-            return pending
+        if published := self.uncommitted.records.get(key):
+            return published
         if not self.store.exists(key):
             return None
         record = read_document(self.store, key, IterationRecord)

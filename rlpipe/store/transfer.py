@@ -116,10 +116,10 @@ def content_of_parts(
     digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)
     with ThreadPoolExecutor(max(1, min(at_once, len(starts))), "fetching") as threads:
-        landed = {at: threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in order or starts}
+        fetches = {at: threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in order or starts}
         try:
             for at in starts:
-                landed[at].result()
+                fetches[at].result()
                 while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
                     digest.update(piece[:count])
         finally:

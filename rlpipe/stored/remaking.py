@@ -21,13 +21,14 @@ from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session, open_session
 from rlpipe.loop.stage import Attempt
-from rlpipe.models.whole import base_of, whole_policy
+from rlpipe.models.whole import whole_policy
 from rlpipe.stages.model_source import write_trained_template
 from rlpipe.stages.training import StoredAs, position, replay, save
 from rlpipe.store.artifacts import PRUNED, is_pruned, new_attempt
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import RunHeld
-from rlpipe.store.local_copy import fetch, materialise, read_delta, whole_files
+from rlpipe.store.local_copy import fetch, local_folder
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.pruned import delete, wait_until_pruned
 from rlpipe.store.run import BEFORE_SFT, Run, open_existing
 
@@ -63,13 +64,14 @@ async def restore_policy(session: Session, *, version: int) -> StageResult:
     store = session.run.store
     if not await asyncio.to_thread(wait_until_pruned, store, ref.folder):
         return StageResult(ref, manifest.metrics, cached=True)
-    delta = await asyncio.to_thread(read_delta, store, ref.folder, manifest)
-    if delta is not None:  # first what it is a difference to
+    policy = stored_policy(store, ref, manifest)
+    base = await asyncio.to_thread(lambda: policy.base) if policy.is_rebuilt else None
+    if base is not None:  # first what it is a difference to
         await restore_policy(session, version=version - 1)
     scratch = session.data.folder / "remaking"
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        await remake_policy(session, version, Path(folder), manifest.files, delta.base if delta else None)
+        await remake_policy(session, version, Path(folder), manifest.files, base)
         await asyncio.to_thread(put_back, store, ref.folder, manifest, Path(folder))
     return StageResult(ref, manifest.metrics, cached=False)
 
@@ -96,7 +98,7 @@ async def remake_policy(
         stored = StoredAs(base, is_base=False)
         saved = await save(session, position(run, phase, iteration), attempt, rebuild, stored=stored)
         files = saved.policy
-        await saved.published.land()
+        await saved.published.upload()
         check_same_files(manifest, wanted, files)
         await asyncio.to_thread(fetch, run.store, attempt.folder, files, target)
     finally:
@@ -160,31 +162,14 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
     ref, manifest = run.policy(number)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         if is_pruned(run.store, ref.folder):
-            made = Path(scratch) / "policy"
-            made.mkdir()
-            await _remake(config, number, made, manifest, [*whole_files(run.store, ref).values()])
-            made = _whole(run.store, ref, made)
-        else:
-            made = whole_policy(run.store, ref, Path(scratch))
+            again = local_folder(ref, Path(scratch))  # where `whole_policy` looks for its files first
+            again.mkdir()
+            await _remake(config, number, again, manifest, [*stored_policy(run.store, ref).files.values()])
+        made = whole_policy(run.store, ref, Path(scratch))
         # older code stored the one that the base had
         write_trained_template(run.config.model, made)
         os.rename(made, target)
     return number
-
-
-def _whole(store: Store, ref: ArtifactRef, made: Path) -> Path:
-    """The files of a policy that was made again, as a whole model: an adapter is merged into its
-    base.
-    """
-    base = base_of(store, ref)
-    if base is None:
-        return made
-    from rlpipe.models.merge import merge  # torch
-
-    target = made.with_name("merged")
-    target.mkdir()
-    merge(materialise(store, base, made.parent), made, target)
-    return target
 
 
 async def _remake(

@@ -34,10 +34,10 @@ from rlpipe.models.fused import as_written
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
 from rlpipe.models.team import Team, use_team, uses_team
-from rlpipe.models.whole import base_of
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
-from rlpipe.store.local_copy import is_delta, materialise, read_small_file, whole_files
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import AdapterPolicy, stored_policy
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
@@ -244,18 +244,16 @@ def load_policy(
     adapted, weights = Adapted(new.settings, ref) if new else None, None
     rebuilt = _rebuilt(gang, ref)
     with gang.together():
-        files = whole_files(gang.store, ref)
-        documents = {
-            name: json.loads(read_small_file(gang.store, ref, name))
-            for name in ("config.json", "generation_config.json", ADAPTER_CONFIG)
-            if name in files
-        }
+        stored = stored_policy(gang.store, ref)
+        named = "config.json", "generation_config.json", ADAPTER_CONFIG
+        documents = {name: json.loads(stored.read(name)) for name in named if name in stored.files}
         if "config.json" not in documents:
             raise StoreError(f"{ref.folder} has no config.json")
         config = hf_config(documents["config.json"])
-        if (base := base_of(gang.store, ref)) is not None:
-            adapted = Adapted(adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {})), base)
-            weights = with_adapter(whole_weights(gang, base), adapter_rows(gang, ref))
+        if isinstance(stored, AdapterPolicy):
+            settings = adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {}))
+            adapted = Adapted(settings, stored.base)
+            weights = with_adapter(whole_weights(gang, stored.base), adapter_rows(gang, ref))
         else:
             weights = whole_weights(gang, ref, rebuilt)
             weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
@@ -280,7 +278,7 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
         True,
     ):  # one rank of a node writes them, then the other ranks find them
         with gang.together():
-            if is_turn and is_delta(gang.store, ref):
+            if is_turn and stored_policy(gang.store, ref).is_rebuilt:
                 folder = materialise(gang.store, ref, gang.scratch("policies"))
     return folder
 
@@ -289,7 +287,7 @@ def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> 
     """Returns the function that reads the weights of a whole policy, from the store or from the
     folder `rebuilt`. A collective: the ranks share the hashing of the policy's files.
     """
-    files = [file for name, file in whole_files(gang.store, ref).items() if name.endswith(".safetensors")]
+    files = [file for name, file in stored_policy(gang.store, ref).files.items() if name.endswith(".safetensors")]
     if rebuilt is None:
         check_share(gang, ref.folder, files)
 

@@ -183,7 +183,7 @@ class Uploads:
             return sending if publication is not None and publication.attempt == attempt else None
 
     @property
-    def under_way(self) -> bool:
+    def is_busy(self) -> bool:
         """True while an upload is in progress."""
         with self._lock:
             return self._newest is not None and not self._newest[1].done()

@@ -21,7 +21,8 @@ from rlpipe.base.values import Metrics
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, SUFFIX, Delta, DeltaFile, write_difference
 from rlpipe.store.disk import link
 from rlpipe.store.documents import sealed
-from rlpipe.store.local_copy import materialise, whole_files
+from rlpipe.store.local_copy import materialise
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.publishing import publish_bytes, published_file
@@ -65,7 +66,7 @@ class PolicyWriter:
     @cached_property
     def _base(self) -> dict[str, FileRecord]:
         """The whole files of the base by name; empty without a base."""
-        return whole_files(self._gang.store, self._job.base) if self._job.base else {}
+        return stored_policy(self._gang.store, self._job.base).files if self._job.base else {}
 
     def weights(self, path: Path, tensors: Iterable[str], width: int) -> None:
         """Publishes the file `path` of the folder `whole`, and deletes it where no later policy

@@ -107,7 +107,7 @@ class GangServer(NodeServer):
             case "GET", "/health":
                 return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})
             case "GET", "/status":
-                return web.json_response(self.board.status() | ({"idle_s": 0.0} if self.uploads.under_way else {}))
+                return web.json_response(self.board.status() | ({"idle_s": 0.0} if self.uploads.is_busy else {}))
         return await super().answer_to(request, body)
 
     async def _do(self, kind: str, body: bytes) -> web.Response:

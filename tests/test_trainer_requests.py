@@ -14,7 +14,7 @@ import pytest
 from rlpipe.base.errors import TrainerError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
-from rlpipe.loop.landing import ATTEMPTS_MAX, Landing, do_job
+from rlpipe.loop.trainer_requests import ATTEMPTS_MAX, Upload, do_job
 from rlpipe.trainer import client as module
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, LoadJob, SaveJob
@@ -37,7 +37,7 @@ class PlayedTrainer:
         return {} if kind == "upload" else self.makes
 
 
-def landing(trainer: PlayedTrainer, turn: str = "") -> Landing:
+def upload(trainer: PlayedTrainer, turn: str = "") -> Upload:
     async def ready() -> PlayedTrainer:
         return trainer
 
@@ -47,25 +47,25 @@ def landing(trainer: PlayedTrainer, turn: str = "") -> Landing:
     memory = SimpleNamespace(turn=turn) if turn else None
     seat = SimpleNamespace(client=trainer, ready=ready, turn=asyncio.Lock(), memory=memory)
     session: Any = SimpleNamespace(trainer=seat, data=SimpleNamespace(folder=Path("/work")))
-    return Landing(session, JOB, rebuild, SAVED)
+    return Upload(session, JOB, rebuild, SAVED)
 
 
-async def test_what_landed_is_never_asked_for_again() -> None:
+async def test_what_was_uploaded_is_never_asked_for_again() -> None:
     """It is a state and a policy: between their commits the trainer may be lost, and files that are
     committed are not written again."""
     trainer = PlayedTrainer(None)
-    way = landing(trainer)
-    await way.land()
-    await way.land()
+    way = upload(trainer)
+    await way.finish()
+    await way.finish()
     assert trainer.calls == ["upload"]
 
 
 async def test_a_trainer_that_was_lost_makes_it_again_and_one_that_only_did_not_answer_is_asked_again() -> None:
     trainer = PlayedTrainer(GangLost("no answer"), None)
-    await landing(trainer).land()
+    await upload(trainer).finish()
     assert trainer.calls == ["upload", "upload"]
     trainer = PlayedTrainer(GangLost("gone"), NotResident("it holds nothing"), None)
-    await landing(trainer).land()
+    await upload(trainer).finish()
     assert trainer.calls == ["upload", "upload", "rebuild", "save", "upload"]
 
 
@@ -73,34 +73,34 @@ async def test_other_bits_are_not_taken_and_losses_have_a_bound() -> None:
     trainer = PlayedTrainer(NotResident(""), None)
     trainer.makes = SAVED | {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "1"}]}
     with pytest.raises(TrainerError, match="has other bits"):
-        await landing(trainer).land()
+        await upload(trainer).finish()
     trainer = PlayedTrainer(*[fault for _ in range(ATTEMPTS_MAX) for fault in (GangLost("gone"), NotResident(""))])
     with pytest.raises(TrainerError, match="was lost 6 times"):
-        await landing(trainer).land()
+        await upload(trainer).finish()
     with pytest.raises(OSError, match="away"):
-        await landing(PlayedTrainer(OSError("away"))).land()
+        await upload(PlayedTrainer(OSError("away"))).finish()
 
 
 async def test_it_is_not_made_again_in_memory_that_engines_have() -> None:
     trainer = PlayedTrainer(NotResident(""), None)
     with pytest.raises(TrainerError, match=r"engines\.colocate"):
-        await landing(trainer, "engines").land()
+        await upload(trainer, "engines").finish()
     assert trainer.calls == ["upload"]
-    await landing(PlayedTrainer(NotResident(""), None), "trainer").land()
+    await upload(PlayedTrainer(NotResident(""), None), "trainer").finish()
 
 
-async def test_a_job_is_rebuilt_after_what_is_under_way_and_in_a_turn_of_its_own() -> None:
+async def test_a_job_is_rebuilt_after_the_upload_in_progress_and_in_a_turn_of_its_own() -> None:
     """Both find the trainer lost.
 
-    What is under way is made again first: what the job is rebuilt from is in the store then.
+    What is uploaded is made again first: what the job is rebuilt from is in the store then.
     """
     trainer = PlayedTrainer(NotResident(""), None)
-    way, answers = landing(trainer), [NotResident("")]
-    landed = asyncio.Event()
+    way, answers = upload(trainer), [NotResident("")]
+    uploaded = asyncio.Event()
 
-    async def land() -> None:
-        await way.land()
-        landed.set()
+    async def finish() -> None:
+        await way.finish()
+        uploaded.set()
 
     async def run(kind: str, body: JsonDict, on_progress: object = None) -> JsonDict:
         if kind == "load" and answers:
@@ -114,8 +114,8 @@ async def test_a_job_is_rebuilt_after_what_is_under_way_and_in_a_turn_of_its_own
         await gang.run("replay", {})
 
     load = LoadJob("p", new=None, policy=None, state=ArtifactRef("runs/a/x", "0"))
-    job = asyncio.create_task(do_job(way.session, load, rebuild, before_rebuild=landed.wait))
-    await asyncio.gather(job, land())
+    job = asyncio.create_task(do_job(way.session, load, rebuild, before_rebuild=uploaded.wait))
+    await asyncio.gather(job, finish())
     assert [call for call in trainer.calls if call not in ("refused", "upload")] == [
         "rebuild",
         "save",

@@ -1,4 +1,5 @@
-"""The commits of an iteration's policy, state and record, which run in the background.
+"""The commits of an iteration's policy, state and record, which run in the background, and all that
+is published but not committed yet.
 
 Engines load a policy from the disk of the node that wrote it, and sample with it while its files
 are still uploaded to the store: it is used before it is committed. Policy, state and record are
@@ -14,18 +15,17 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import commit
+from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
-from rlpipe.store.lease import fenced
+from rlpipe.store.lease import Lease, fenced
 from rlpipe.store.nearby import Nearby, NodeDisk
-from rlpipe.store.retention import Retention
-from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0  # for commits that are still in progress when something else has failed
@@ -46,28 +46,37 @@ class CommittedLate(StoreError):
 class Published:
     """Files that lie on the disks of the trainer's nodes and are in their upload to the store.
 
-    `places`, `made_on`, `sender`: as in `Nearby`. `land` returns when the store has all of the
+    `places`, `made_on`, `sender`: as in `Nearby`. `upload` returns when the store has all of the
     files.
     """
 
     places: list[NodeDisk]
     made_on: dict[str, int]
-    land: Act
+    upload: Act
     sender: Sender | None = None
 
 
-class Behind:
+@dataclass(frozen=True)
+class Uncommitted:
+    """Artifacts and records that this process has published but not committed yet. Its run reads
+    them as if they were committed.
+
+    `artifacts`: by their folders; `records`: of iterations, by their keys.
+    """
+
+    artifacts: dict[str, tuple[ArtifactRef, Manifest]] = field(default_factory=dict)
+    records: dict[str, IterationRecord] = field(default_factory=dict)
+
+
+class Commits:
     """The commits of a run that are still in progress, one after the other.
 
     The first one that fails ends them all; its error is raised for each caller that waits.
-    `at_start`: the numbers of SFT segments and RL iterations that were committed before this start,
-    by phase. `retention` prunes what the run does not keep, after commits.
+    `uncommitted`: the run's own, which this keeps up to date.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.retention = Retention(run)
-        self.at_start = {phase: run.num_done(phase) for phase in ("sft", "rl")}
+    def __init__(self, store: Store, uncommitted: Uncommitted, held: Lease | None) -> None:
+        self._store, self._uncommitted, self._lease = store, uncommitted, held
         self._last: asyncio.Task[None] | None = None
         self._commits: dict[str, asyncio.Task[None]] = {}  # by the hash of what is committed
         self._nearby: dict[str, Nearby] = {}
@@ -79,30 +88,30 @@ class Behind:
         """
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
-        self._run.pending.artifacts[folder] = (ref, manifest)
+        self._uncommitted.artifacts[folder] = (ref, manifest)
         places, made_on, sender = published.places, published.made_on, published.sender
         self._nearby = {ref.sha256: Nearby(folder, document.decode(), places, made_on, sender=sender)}
 
-        async def land() -> None:
-            await published.land()
-            standing, committed = await asyncio.to_thread(commit, self._run.store, folder, manifest, self._run.lease)
+        async def commit_artifact() -> None:
+            await published.upload()
+            standing, committed = await asyncio.to_thread(commit, self._store, folder, manifest, self._lease)
             if standing != ref:
-                raise _late(self._run.store.address(folder), manifest, committed)
-            del self._run.pending.artifacts[folder]
+                raise _late(self._store.address(folder), manifest, committed)
+            del self._uncommitted.artifacts[folder]
 
         self._commits = {sha256: task for sha256, task in self._commits.items() if not _succeeded(task)}
-        self._commits[ref.sha256] = self.then(land)
+        self._commits[ref.sha256] = self.then(commit_artifact)
         return ref
 
     def record(self, key: str, record: IterationRecord) -> None:
         """Commits the record of an iteration after its artifacts."""
-        self._run.pending.records[key] = record
+        self._uncommitted.records[key] = record
 
-        async def land() -> None:
-            await asyncio.to_thread(commit_record, self._run, key, record)
-            del self._run.pending.records[key]
+        async def commit_it() -> None:
+            await asyncio.to_thread(commit_record, self._store, key, record, self._lease)
+            del self._uncommitted.records[key]
 
-        self.then(land)
+        self.then(commit_it)
 
     def then(self, act: Act) -> asyncio.Task[None]:
         """Starts `act` after all commits that are in progress now; returns its task."""
@@ -123,10 +132,9 @@ class Behind:
         """
         return self._nearby.get(ref.sha256)
 
-    def is_under_way(self, ref: ArtifactRef) -> bool:
+    def is_uncommitted(self, ref: ArtifactRef) -> bool:
         """True when an artifact is published but not committed yet."""
-        commit_of = self._commits.get(ref.sha256)
-        return commit_of is not None and not _succeeded(commit_of)
+        return ref.folder in self._uncommitted.artifacts
 
     def check(self) -> None:
         """Raises the fault that ended the commits, if there is one."""
@@ -139,7 +147,7 @@ class Behind:
             if sha256 in self._commits:
                 await asyncio.shield(self._commits[sha256])
 
-    async def landed(self) -> None:
+    async def all_committed(self) -> None:
         """Returns when no commit is in progress."""
         if self._last is not None:
             await asyncio.shield(self._last)
@@ -165,19 +173,40 @@ class Behind:
             )
 
     def _is_taken_over(self) -> bool:
-        return self._run.lease is not None and self._run.lease.is_over
+        return self._lease is not None and self._lease.is_over
 
 
-def commit_record(run: Run, key: str, record: IterationRecord) -> None:
+async def load_published(
+    load: Callable[[Nearby | None], Awaitable[object]],
+    nearby: Nearby | None,
+    until_committed: Callable[[StoreError], Awaitable[bool]],
+) -> bool:
+    """Loads an artifact from nearby; where that fails, from the store, once it is committed.
+
+    `until_committed` waits for that. It raises the fault of the first try where the store had the
+    artifact already; False: the artifact is no longer wanted, and is not loaded.
+    """
+    try:
+        await load(nearby)
+    except StoreError as fault:
+        if nearby is None:
+            raise
+        if not await until_committed(fault):
+            return False
+        await load(None)
+    return True
+
+
+def commit_record(store: Store, key: str, record: IterationRecord, held: Lease | None = None) -> None:
     """Creates the record of an iteration.
 
     A record that stands already is accepted when it names the same artifacts: a previous holder of
     the run may have committed it late. StoreError when it names others.
     """
-    with fenced(run.lease):
-        created = run.store.create(key, sealed(record))
-    if not created and read_document(run.store, key, IterationRecord).artifacts != record.artifacts:
-        raise StoreError(f"{run.store.address(key)} was committed by somebody else while this run made its own")
+    with fenced(held):
+        created = store.create(key, sealed(record))
+    if not created and read_document(store, key, IterationRecord).artifacts != record.artifacts:
+        raise StoreError(f"{store.address(key)} was committed by somebody else while this run made its own")
 
 
 def _late(address: str, manifest: Manifest, committed: Manifest) -> StoreError:

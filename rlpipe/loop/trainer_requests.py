@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import TrainerError
-from rlpipe.loop.behind import Act
 from rlpipe.loop.session import Session
+from rlpipe.store.commits import Act
 from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
 from rlpipe.trainer.jobs import ANY_JOB, GangJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
 
@@ -64,7 +64,7 @@ async def do_job(
 
 
 @dataclass
-class Landing:
+class Upload:
     """The upload to the store of everything that one save published; `answer` lists the files.
 
     It is done once though the files are of several artifacts: files of a committed artifact are
@@ -75,19 +75,19 @@ class Landing:
     job: SaveJob
     rebuild: Rebuild
     answer: JobAnswer
-    _landed: bool = field(default=False, init=False)
+    _is_done: bool = field(default=False, init=False)
 
-    async def land(self) -> None:
+    async def finish(self) -> None:
         """Returns when the store has all files.
 
         A trainer that lost them makes them again; TrainerError when the new ones have other bits.
         """
-        if self._landed:
+        if self._is_done:
             return
         for _ in range(2 * ATTEMPTS_MAX):  # twice: GangLost first, then the new trainer answers NotResident
             try:
                 await self.session.trainer.client.run("upload", {"attempt": self.job.attempt})
-                self._landed = True
+                self._is_done = True
                 return
             except GangLost as error:
                 log.warning("%s", error)

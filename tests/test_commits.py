@@ -13,13 +13,13 @@ import pytest
 from rlpipe.base.errors import EngineError, StoreError, UserError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef, FileRecord
-from rlpipe.loop import behind as module
 from rlpipe.loop import session
-from rlpipe.loop.behind import Behind, CommittedLate, Published
 from rlpipe.loop.session import open_session
+from rlpipe.store import commits as module
 from rlpipe.store import patience
 from rlpipe.store.artifacts import commit, find
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.commits import Commits, CommittedLate, Published
 from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
@@ -45,51 +45,55 @@ def record(run: Run) -> IterationRecord:
     return record_of(run, 0, {}, {})
 
 
-def published(land: Callable[[], Awaitable[object]]) -> Published:
-    return Published([NodeDisk("/nowhere", "")], {}, land)
+def published(upload: Callable[[], Awaitable[object]]) -> Published:
+    return Published([NodeDisk("/nowhere", "")], {}, upload)
 
 
-async def landed() -> None: ...
+async def uploaded() -> None: ...
 
 
-async def test_what_is_pending_is_answered_and_is_committed_in_order_once_it_has_landed(run: Run) -> None:
-    behind, gate, order = Behind(run), asyncio.Event(), []
-    state = behind.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
-    policy = behind.publish(FOLDER, manifest(), published(gate.wait))
+def commits_of(run: Run) -> Commits:
+    return Commits(run.store, run.uncommitted, run.lease)
+
+
+async def test_what_is_published_is_answered_and_is_committed_in_order_once_it_is_uploaded(run: Run) -> None:
+    commits, gate, order = commits_of(run), asyncio.Event(), []
+    state = commits.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
+    policy = commits.publish(FOLDER, manifest(), published(gate.wait))
     key = run.iteration_key(0)
-    behind.record(key, record(run))
+    commits.record(key, record(run))
 
     async def last() -> None:
         order.append(
             [find(run.store, state.folder) is not None, find(run.store, FOLDER) is not None, run.store.exists(key)]
         )
 
-    behind.then(last)
+    commits.then(last)
     await asyncio.sleep(0.05)
     assert run.policy(1) == (policy, manifest())
     assert run.iteration(0) == record(run)
     assert run.num_committed("rl", 5) == 0
-    assert behind.is_under_way(policy)
-    assert (near := behind.nearby(policy)) is not None and near.folder == FOLDER
-    assert behind.nearby(state) is None
+    assert commits.is_uncommitted(policy)
+    assert (near := commits.nearby(policy)) is not None and near.folder == FOLDER
+    assert commits.nearby(state) is None
     assert find(run.store, state.folder) is None
     gate.set()
-    await behind.landed()
+    await commits.all_committed()
     assert order == [[True, True, True]]
     assert find(run.store, FOLDER) == (policy, manifest())
     assert run.num_committed("rl", 5) == 1
-    assert not run.pending.artifacts and not run.pending.records
-    assert not behind.is_under_way(policy)
+    assert not run.uncommitted.artifacts and not run.uncommitted.records
+    assert not commits.is_uncommitted(policy)
 
 
 async def test_who_waits_for_one_artifact_waits_for_that_and_what_was_before_it(run: Run) -> None:
-    behind, first, second = Behind(run), asyncio.Event(), asyncio.Event()
-    state = behind.publish("runs/a/rl/00000/state", manifest("state"), published(first.wait))
-    policy = behind.publish(FOLDER, manifest(), published(second.wait))
-    waiting = asyncio.create_task(behind.committed([policy.sha256]))
-    await behind.committed(["of what was committed long ago"])
+    commits, first, second = commits_of(run), asyncio.Event(), asyncio.Event()
+    state = commits.publish("runs/a/rl/00000/state", manifest("state"), published(first.wait))
+    policy = commits.publish(FOLDER, manifest(), published(second.wait))
+    waiting = asyncio.create_task(commits.committed([policy.sha256]))
+    await commits.committed(["of what was committed long ago"])
     first.set()
-    await behind.committed([state.sha256])
+    await commits.committed([state.sha256])
     await asyncio.sleep(0.05)
     assert not waiting.done()
     second.set()
@@ -97,7 +101,7 @@ async def test_who_waits_for_one_artifact_waits_for_that_and_what_was_before_it(
 
 
 async def test_the_first_fault_ends_the_commits_and_is_raised_for_whoever_waits(run: Run) -> None:
-    behind, order = Behind(run), []
+    commits, order = commits_of(run), []
 
     async def fails() -> None:
         raise OSError("the store is away")
@@ -105,97 +109,97 @@ async def test_the_first_fault_ends_the_commits_and_is_raised_for_whoever_waits(
     async def never() -> None:
         order.append("never")
 
-    behind.check()
-    policy = behind.publish(FOLDER, manifest(), published(fails))
-    behind.record(run.iteration_key(0), record(run))
-    behind.then(never)
-    for wait in (behind.landed, lambda: behind.committed([policy.sha256]), behind.landed):
+    commits.check()
+    policy = commits.publish(FOLDER, manifest(), published(fails))
+    commits.record(run.iteration_key(0), record(run))
+    commits.then(never)
+    for wait in (commits.all_committed, lambda: commits.committed([policy.sha256]), commits.all_committed):
         with pytest.raises(OSError, match="the store is away"):
             await wait()
     with pytest.raises(OSError, match="the store is away"):
-        behind.check()
+        commits.check()
     assert find(run.store, FOLDER) is None
     assert not run.store.exists(run.iteration_key(0))
     assert order == []
-    await behind.close()
+    await commits.close()
 
 
 async def test_a_commit_of_somebody_else_is_a_fault(run: Run) -> None:
-    behind = Behind(run)
+    commits = commits_of(run)
     commit(run.store, FOLDER, manifest(ended_at="2026-01-01T00:00:00.000+00:00"))
-    behind.publish(FOLDER, manifest(), published(landed))
+    commits.publish(FOLDER, manifest(), published(uploaded))
     with pytest.raises(
         CommittedLate, match="committed late, by somebody else, while this run used its own, of the same bits"
     ):
-        await behind.landed()
-    behind = Behind(run)
+        await commits.all_committed()
+    commits = commits_of(run)
     other_bits = replace(manifest(), files=[FileRecord("000001l0/model.safetensors", 1, "0" * 64)])
-    behind.publish(FOLDER, other_bits, published(landed))
+    commits.publish(FOLDER, other_bits, published(uploaded))
     with pytest.raises(StoreError, match=r"of other bits \(model\.safetensors\)") as said:
-        await behind.landed()
+        await commits.all_committed()
     assert not isinstance(said.value, CommittedLate)
-    behind = Behind(run)
-    behind.publish(FOLDER, manifest(inputs={"batch": "another"}), published(landed))
+    commits = commits_of(run)
+    commits.publish(FOLDER, manifest(inputs={"batch": "another"}), published(uploaded))
     with pytest.raises(UserError, match="input batch"):
-        await behind.landed()
-    behind = Behind(run)
+        await commits.all_committed()
+    commits = commits_of(run)
     other = record_of(run, 0, {}, {"policy": ArtifactRef(FOLDER, "0" * 64)})
     run.store.create(run.iteration_key(0), sealed(other))
-    behind.record(run.iteration_key(0), record(run))
+    commits.record(run.iteration_key(0), record(run))
     with pytest.raises(StoreError, match=r"iteration\.json was committed by somebody else"):
-        await behind.landed()
+        await commits.all_committed()
 
 
 async def test_a_record_of_the_same_artifacts_that_came_late_is_as_good(run: Run) -> None:
     late = record_of(run, 0, {"time/iteration_s": 1.0}, {})
     run.store.create(run.iteration_key(0), sealed(late))
-    behind = Behind(run)
-    behind.record(run.iteration_key(0), record(run))
-    await behind.landed()
+    commits = commits_of(run)
+    commits.record(run.iteration_key(0), record(run))
+    await commits.all_committed()
     assert run.iteration(0) == late
 
 
 async def test_who_stops_waiting_ends_nothing(run: Run) -> None:
-    behind, gate = Behind(run), asyncio.Event()
-    policy = behind.publish(FOLDER, manifest(), published(gate.wait))
-    for wait in (behind.landed(), behind.committed([policy.sha256])):
+    commits, gate = commits_of(run), asyncio.Event()
+    policy = commits.publish(FOLDER, manifest(), published(gate.wait))
+    for wait in (commits.all_committed(), commits.committed([policy.sha256])):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(wait, 0.05)  # short: it is given up
     gate.set()
-    await behind.landed()
+    await commits.all_committed()
     assert find(run.store, FOLDER) is not None
 
 
-async def test_close_waits_for_what_is_under_way_but_not_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    await Behind(run).close()
-    behind, gate = Behind(run), asyncio.Event()
-    behind.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
+async def test_close_waits_for_commits_in_progress_but_not_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    await commits_of(run).close()
+    commits, gate = commits_of(run), asyncio.Event()
+    commits.publish("runs/a/rl/00000/state", manifest("state"), published(gate.wait))
     asyncio.get_running_loop().call_later(0.05, gate.set)
-    await behind.close()
+    await commits.close()
     assert find(run.store, "runs/a/rl/00000/state") is not None
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
-    behind = Behind(run)
-    behind.publish(FOLDER, manifest(), published(asyncio.Event().wait))
-    behind.record(run.iteration_key(0), record(run))
-    await behind.close()
+    commits = commits_of(run)
+    commits.publish(FOLDER, manifest(), published(asyncio.Event().wait))
+    commits.record(run.iteration_key(0), record(run))
+    await commits.close()
     with pytest.raises(asyncio.CancelledError):
-        await behind.landed()
+        await commits.all_committed()
     assert find(run.store, FOLDER) is None
     assert not run.store.exists(run.iteration_key(0))
 
 
-@pytest.mark.parametrize("under_way", [True, False])
+@pytest.mark.parametrize("is_uploading", [True, False])
 async def test_a_run_that_was_taken_over_is_closed_at_once_and_nothing_is_said_of_what_is_made_again(
-    run: Run, under_way: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, is_uploading: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 2 * DEADLINE_S)
     held = acquire(run.store, "runs/a")
     run.store.create("runs/a/lease/000001.json", sealed(Holder("far", 7, 1.0)))
-    behind = Behind(replace(run, lease=held))
-    behind.publish(FOLDER, manifest(), published(asyncio.Event().wait if under_way else landed))
+    commits = commits_of(replace(run, lease=held))
+    commits.publish(FOLDER, manifest(), published(asyncio.Event().wait if is_uploading else uploaded))
     with pytest.raises(TakenOver):
-        held.check() if under_way else await behind.landed()
-    await asyncio.wait_for(behind.close(), DEADLINE_S)
+        held.check() if is_uploading else await commits.all_committed()
+    await asyncio.wait_for(commits.close(), DEADLINE_S)
     assert caplog.text == "" and find(run.store, FOLDER) is None
     held.release()
 
@@ -238,7 +242,7 @@ async def test_whoever_ends_a_session_asks_the_store_for_seconds_only(
 
 def test_another_process_sees_the_store_alone(run: Run) -> None:
     async def publish() -> None:
-        Behind(run).publish(FOLDER, manifest(), published(asyncio.Event().wait))
+        commits_of(run).publish(FOLDER, manifest(), published(asyncio.Event().wait))
         assert run.artifact("rl", 0, "policy") is not None
 
     asyncio.run(publish())
