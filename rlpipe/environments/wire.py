@@ -50,10 +50,11 @@ class PlayRequest(TypedDict):
 
 @final
 class PlayLine(TypedDict):
-    """The line of a PlayRequest."""
+    """The line of a PlayRequest: a key for its answer, and the seconds that its owner waits."""
 
     key: int
     request: PlayRequest
+    timeout_s: float
 
 
 @final
