@@ -195,11 +195,8 @@ async def test_a_command_ends_when_it_ends_and_what_it_leaves_and_prints_costs_n
         for num_mb in ("0", "100"):
             assert await agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of(num_mb)) == AgentOutcome(0.25)
             assert left_alive(folder) == []
-        [child] = agents._children.children
-        assert (
-            child._process is not None
-            and psutil.Process(child._process.pid).children()[0].memory_info().rss < 150 << 20
-        )
+        [process] = [worker._process for worker in agents._workers]
+        assert process and psutil.Process(process.keeper.pid).children()[0].memory_info().rss < 150 << 20
         hanging = asyncio.create_task(agents.run(rollout_of(SpokenPool(tokenizer)), prompt_of("hang")))
         num_left = len((folder / "left.pid").read_text().split())
         await until_async(lambda: len((folder / "left.pid").read_text().split()) == num_left + 2)
@@ -226,11 +223,9 @@ def test_daemons_of_an_agent_end_when_the_run_is_killed(folder: Path) -> None:
 
 
 OWNER = """
-from rlpipe.processes.pool import ChildPool
-children = ChildPool("x", "rlpipe.agents.worker", {"agent": "sh -c 'sleep 600 & echo $! > child.pid; wait'"})
-child = children.children[0]
-child.start()
-child.ask({"prompt": {}, "base_url": "x", "api_key": "x"}, 100.0)
+from rlpipe.processes.pool import WorkerPool
+pool = WorkerPool("x", "rlpipe.agents.worker", {"agent": "sh -c 'sleep 600 & echo $! > child.pid; wait'"})
+pool.ask({"prompt": {}, "base_url": "x", "api_key": "x"}, 100.0)
 """
 
 

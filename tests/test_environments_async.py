@@ -14,7 +14,6 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rlpipe.environments import process as process_module
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
 from rlpipe.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
@@ -94,8 +93,9 @@ def turn(number: int) -> Step:
 
 def hasty(pool: EnvironmentPool) -> None:
     """From here on a call is given up soon."""
-    for process in pool._processes:
-        process.timeout_s = SHORT_S
+    pool.timeout_s = SHORT_S
+    for worker in pool._workers:
+        worker.silent_s = SHORT_S
 
 
 async def pid_of(pool: EnvironmentPool) -> int:
@@ -116,7 +116,7 @@ async def test_all_are_under_way_at_once_in_one_process_and_no_thread_waits(pool
     looking, before = asyncio.create_task(look()), threading.active_count()
     assert await told(opened(pool, MANY), *[f"meet {MANY}"] * MANY) == [turn(1)] * MANY
     looking.cancel()
-    assert max(threads) <= before + 1 and pool._processes[0].num_started == 1  # it reads what the process prints
+    assert max(threads) <= before + 1 and pool._workers[0].num_started == 1  # it reads what the process prints
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,8 @@ async def test_a_call_that_takes_too_long_or_fails_ends_its_own_rollout_only(
     assert (await pid_of(pool) == pid) == (kind != "block"), "the process stays, unless it answers nothing"
 
 
-async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(
-    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (process,) = pool._processes
+async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(pool: EnvironmentPool) -> None:
+    (process,) = pool._workers
     environments, pid = opened(pool, MANY), await pid_of(pool)
     assert await told(environments, *["a"] * MANY) == [turn(1)] * MANY
     holding = asyncio.create_task(told(environments, *["hold file"] * MANY))
@@ -147,11 +145,11 @@ async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(
     await until_async(lambda: process.num_started == 2)
     Path("file").touch()
     assert await holding == [turn(2)] * MANY, "they were told again what they had been told"
-    assert process.num_started == 2 and pool.num_losses == 1
+    assert process.num_started == 2
 
 
 async def test_what_kills_a_process_is_known_and_no_other_pays(pool: EnvironmentPool) -> None:
-    environments, (process,) = opened(pool, 40), pool._processes
+    environments, (process,) = opened(pool, 40), pool._workers
     await told(environments, *["a"] * 40)
     completions = ["kill" if index in (7, 30) else "b" for index in range(40)]
     answers = await told(environments, *completions)
@@ -160,10 +158,7 @@ async def test_what_kills_a_process_is_known_and_no_other_pays(pool: Environment
     assert await told(opened(pool, 40), *["a"] * 40) == [turn(1)] * 40
 
 
-async def test_a_call_is_not_tried_for_ever_beside_others(
-    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_module, "TRIES_BESIDE_MAX", 2)
+async def test_calls_that_all_kill_are_each_found(pool: EnvironmentPool) -> None:
     assert await told(opened(pool, 8), *["kill"] * 8) == ["environment_crash"] * 8
 
 
@@ -175,20 +170,21 @@ async def test_a_rollout_that_waits_no_more_has_its_call_cancelled(pool: Environ
     stepping.cancel()
     await asyncio.wait({stepping})
     environment.drop()
-    assert await told([other], "b") == [turn(2)] and pool._processes[0].num_started == 1
+    assert await told([other], "b") == [turn(2)] and pool._workers[0].num_started == 1
     await until_async(Path("noted").exists)
 
 
 async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> None:
     """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it
     for a process that was killed."""
-    environments, pid, (process,) = opened(pool, 2), await pid_of(pool), pool._processes
+    environments, pid, (process,) = opened(pool, 2), await pid_of(pool), pool._workers
     hasty(pool)  # it has twice that
     steps = [
         asyncio.create_task(each.step(kind)) for each, kind in zip(environments, ("hold x", "stubborn"), strict=True)
     ]
     await until_async(lambda: len(process._in_flight) == 2)
-    process._writing.close()
+    assert process._process is not None
+    process._process._writing.close()
     await until_async(lambda: not psutil.pid_exists(pid))
     for step in steps:
         step.cancel()
@@ -196,12 +192,12 @@ async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> N
 
 
 async def test_all_steps_of_a_rollout_together_have_a_limit_of_their_own(pool: EnvironmentPool) -> None:
-    pool._total_s = DEADLINE_S
+    pool.total_s = DEADLINE_S
     slow, quick = opened(pool, 2)
     assert await told([slow], "hold meets.py") == [turn(1)]
     slow._took_s = DEADLINE_S - 0.1  # as after a step that took so long
     assert await told([slow, quick], "note noted", "a") == ["environment_total_timeout", turn(1)]
-    assert Path("noted").exists() and 0 < quick._took_s < DEADLINE_S and pool._processes[0].num_started == 1
+    assert Path("noted").exists() and 0 < quick._took_s < DEADLINE_S and pool._workers[0].num_started == 1
 
 
 async def test_an_environment_is_closed_when_its_rollout_is_over(pool: EnvironmentPool) -> None:
@@ -212,4 +208,4 @@ async def test_an_environment_is_closed_when_its_rollout_is_over(pool: Environme
         environment.drop()
     await until_async(lambda: Path("closed").exists() and len(Path("closed").read_text().split()) == 2)
     assert Path("closed").read_text() == "2 1 "
-    assert await told(opened(pool, 1), "a") == [turn(1)] and pool._processes[0].num_started == 1
+    assert await told(opened(pool, 1), "a") == [turn(1)] and pool._workers[0].num_started == 1

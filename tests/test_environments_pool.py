@@ -15,7 +15,6 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.base.errors import EngineError, UserError
-from rlpipe.environments import pool as pool_module
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
 from rlpipe.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
@@ -121,8 +120,9 @@ async def reason(call: Awaitable[Any]) -> str:
 
 def hasty(pool: EnvironmentPool) -> None:
     """From here on a call is given up soon."""
-    for process in pool._processes:
-        process.timeout_s = SHORT_S
+    pool.timeout_s = SHORT_S
+    for worker in pool._workers:
+        worker.silent_s = SHORT_S
 
 
 def say(content: str) -> Step:
@@ -216,10 +216,8 @@ async def test_one_that_is_killed_while_it_loads_is_loaded_once_more(folder: Pat
     assert len(list(folder.glob("load-*"))) == min(num_kills, 2)
 
 
-async def test_an_environment_that_only_dies_ends_the_run(
-    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "LOSSES_MAX", 3)
+async def test_an_environment_that_only_dies_ends_the_run(pool: EnvironmentPool) -> None:
+    pool._workers[0]._losses.in_a_row_max = 3
     assert await reason(pool.open(prompt()).step("kill")) == "environment_crash"
     with pytest.raises(UserError, match="3 processes in a row were lost"):
         await pool.open(prompt()).step("kill")
@@ -227,7 +225,7 @@ async def test_an_environment_that_only_dies_ends_the_run(
 
 async def test_what_is_at_work_when_the_pool_closes_records_no_fault(pool: EnvironmentPool) -> None:
     stepping = [asyncio.create_task(pool.open(prompt()).step("sleep")) for _ in range(4)]
-    await until_async(lambda: sum(len(process._in_flight) for process in pool._processes) >= 2)
+    await until_async(lambda: sum(len(worker._in_flight) for worker in pool._workers) >= 2)
     await pool.close()
     told = await asyncio.gather(*stepping, return_exceptions=True)
     assert [type(outcome) for outcome in told] == [EngineError] * 4

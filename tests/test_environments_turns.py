@@ -34,7 +34,7 @@ from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
 from rlpipe.environments.pool import EnvironmentFault
 from rlpipe.environments.protocol import Step
 from rlpipe.loop.session import Session
-from rlpipe.processes.pool import wait_for_end
+from rlpipe.processes.child import wait_for_end
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
 from rlpipe.records.turns import turns_of
@@ -468,10 +468,11 @@ async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_commi
 
 async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any) -> None:
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
-    for process in session.player.environments._processes:
-        process.hello["path"] = "fickle:Other"
-        psutil.Process(process._process.pid).children()[0].kill()
-        wait_for_end(process._process)
+    for worker in session.player.environments._workers:
+        worker.code.hello["path"] = "fickle:Other"
+        keeper = worker._process.keeper
+        psutil.Process(keeper.pid).children()[0].kill()
+        wait_for_end(keeper)
     with pytest.raises(UserError, match="'environment_invalid': "):
         await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
 

@@ -15,7 +15,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool
 from rlpipe.environments.protocol import Step
 from rlpipe.processes.lines import LINE_BYTES_MAX
-from rlpipe.processes.pool import Child, ChildPool
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.printed import PASSED_BYTES, TAIL_BYTES
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.rewards.score import Score
@@ -146,8 +146,8 @@ def test_what_a_process_printed_before_it_could_not_load_is_shown(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "dies.py").write_text("import os, sys\nprint('why it died', flush=True)\nos._exit(3)\n")
-    pool = ChildPool("rl.rewards", "rlpipe.rewards.worker", {"rewards": {"dies:reward": 1.0}, "args": {}})
+    pool = WorkerPool("rl.rewards", "rlpipe.rewards.worker", {"rewards": {"dies:reward": 1.0}, "args": {}})
     with pytest.raises(UserError, match="ended with code 3; its output is above"):
-        pool.on_all(Child.start)
+        pool.start()
     assert "why it died" in capfd.readouterr().err
     pool.close()

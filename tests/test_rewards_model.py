@@ -81,8 +81,8 @@ def expected_of(folder: Path, conversations: list[list[dict[str, str]]], output:
 
 
 def pid_of(pool: RewardPool) -> int:
-    (process,) = pool._scorers[-1].processes.children  # pyright: ignore[reportAttributeAccessIssue]
-    return process._process.pid
+    (worker,) = pool._scorers[-1].processes.workers  # pyright: ignore[reportAttributeAccessIssue]
+    return worker._process.keeper.pid
 
 
 @pytest.mark.e2e

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rlpipe.base.errors import EngineError, UserError
-from rlpipe.processes.pool import has_ended
+from rlpipe.processes.child import has_ended
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import RewardLost
@@ -37,6 +37,10 @@ def behave(prompt, completion):
         while True: pass
     if completion == "exit": sys.exit(3)
     if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "killed once" and not os.path.exists("once"):
+        open("once", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "killed once": return 1.0
     if completion == "nan": return float("nan")
     if completion == "inf": return float("inf")
     if completion == "none": return None
@@ -163,6 +167,11 @@ def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pyte
         ]
 
 
+def test_a_rollout_whose_process_was_killed_once_is_scored_again(pool: RewardPool) -> None:
+    scores = pool.score(items("1", "killed once", "2"))
+    assert [score.reward for score in scores] == [2.5, 2.5, 4.5]
+
+
 def test_threads_take_turns(pool: RewardPool) -> None:
     found: dict[int, list[float | None]] = {}
 
@@ -189,7 +198,7 @@ def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
         scoring = thread.submit(pool.score, items("at", *[completion] * 5000))
         until((folder / "at").exists)
         time.sleep(after_s)
-        workers = [child._process.pid for child in pool._scorers[0].processes.children]  # pyright: ignore[reportAttributeAccessIssue]
+        workers = [child.pid for child in psutil.Process().children(recursive=True)]
         pool.close()
         with pytest.raises(EngineError, match="closed while there was something to score"):
             scoring.result(timeout=DEADLINE_S)
@@ -395,7 +404,7 @@ def test_what_a_worker_started_ends_with_it_also_when_that_alone_is_killed(folde
     with RewardPool({"leaving:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:
         (score,) = pool.score(items("x"))
         worker, left = (int(score.parts[f"reward_{name}"]) for name in ("worker", "left"))
-        keeper = pool._scorers[0].processes.children[0]._process  # pyright: ignore[reportAttributeAccessIssue]
+        keeper = pool._scorers[0].processes.workers[0]._process.keeper  # pyright: ignore
         assert psutil.pid_exists(left) and psutil.Process(worker).ppid() == keeper.pid
         os.kill(worker if killed == "worker" else keeper.pid, signal.SIGKILL)
         for pid in (left, worker):

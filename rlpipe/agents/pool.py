@@ -7,16 +7,16 @@ import logging
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from rlpipe.agents.endpoint import AgentEndpoint, Door
+from rlpipe.agents.endpoint import AgentEndpoint
 from rlpipe.agents.rollout import AgentRollout
-from rlpipe.agents.worker import AgentAnswer, AgentRequest
+from rlpipe.agents.worker import AgentAnswer, AgentEnd, AgentFailure, AgentHello, AgentRequest
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.processes.pool import Child, ChildPool, ProcessEnded, code_environment
+from rlpipe.processes.pool import WorkerPool, code_environment
+from rlpipe.processes.worker import Losses, ProcessEnded, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
 
 log = logging.getLogger(__name__)
-TRIES_MAX = 2  # of a rollout whose agent was killed
 MODULE = "rlpipe.agents.worker"
 
 
@@ -48,10 +48,11 @@ class Agents:
         self._rl = rl
         self._endpoint = AgentEndpoint(tokenizer)
         self._starting: asyncio.Task[None] | None = None
-        self._children = _children(rl, rl.agents_max)
-        self._idle: asyncio.LifoQueue[Child] = asyncio.LifoQueue()
-        for child in self._children.children:
-            self._idle.put_nowait(child)
+        code = UserCode(_field(rl), MODULE, _hello(rl), code_environment(rl.secrets))
+        self._workers = [Worker(code, Losses()) for _ in range(rl.agents_max)]
+        self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
 
     async def run(self, rollout: AgentRollout, prompt: RewardPrompt) -> AgentOutcome:
         """Runs the agent for one rollout, and again if it was killed; AgentFault.
@@ -61,46 +62,51 @@ class Agents:
         if self._starting is None:
             self._starting = asyncio.create_task(self._endpoint.start(self._rl.agent_address))
         await self._starting
-        child, signals = await self._idle.get(), []
+        worker = await self._idle.get()
         try:
-            while len(signals) < TRIES_MAX:
-                async with rollout.one_try():
-                    with self._endpoint.open(rollout) as door:
-                        answer = await asyncio.wrap_future(child.thread.submit(self._ask, child, prompt, door))
-                if "reason" in answer:
-                    raise AgentFault(answer["reason"], answer["message"])
-                if "signal" not in answer:
-                    return AgentOutcome(answer["reward"], answer["metrics"])
-                signals.append(answer["signal"])
-                log.warning("rl.agent, prompt %s: it was killed (%s)", prompt["prompt_id"], signals[-1])
-        finally:
-            self._idle.put_nowait(child)
-        raise AgentFault("agent_crash", f"it was killed {TRIES_MAX} times ({', '.join(signals)})")
-
-    def _ask(self, child: Child, prompt: RewardPrompt, door: Door) -> AgentAnswer:
-        """The child's answer; called in its thread."""
-        child.start()
-        try:
-            request: AgentRequest = {"prompt": prompt, "base_url": door.base_url, "api_key": door.api_key}
-            return child.ask(request, self._rl.agent_timeout_s)
+            answer = await ask_twice(lambda is_again: self._once(worker, rollout, prompt, is_again))
         except ProcessEnded as error:
-            return {"signal": str(error)}
-        except TimeoutError:
-            message = f"took more than rl.agent_timeout_s={self._rl.agent_timeout_s:g}"
-            return {"reason": "agent_timeout", "message": message}
+            raise AgentFault("agent_crash", f"it was killed twice ({error})") from error
+        finally:
+            self._idle.put_nowait(worker)
+        if "reason" in answer:
+            raise AgentFault(answer["reason"], answer["message"])
+        return AgentOutcome(answer["reward"], answer["metrics"])
+
+    async def _once(
+        self, worker: Worker, rollout: AgentRollout, prompt: RewardPrompt, is_again: bool
+    ) -> AgentEnd | AgentFailure:
+        """Runs the agent once; ProcessEnded when it was killed."""
+        timeout_s = self._rl.agent_timeout_s
+        async with rollout.one_try():
+            with self._endpoint.open(rollout) as door:
+                request: AgentRequest = {"prompt": prompt, "base_url": door.base_url, "api_key": door.api_key}
+                try:
+                    answer: AgentAnswer = await worker.ask(lambda _: (request, timeout_s), is_again)
+                except ProcessEnded as error:
+                    answer = {"signal": str(error)}
+                except TimeoutError:
+                    answer = {"reason": "agent_timeout", "message": f"took more than rl.agent_timeout_s={timeout_s:g}"}
+        if "signal" in answer:
+            log.warning("rl.agent, prompt %s: it was killed (%s)", prompt["prompt_id"], answer["signal"])
+            raise ProcessEnded(answer["signal"])
+        return answer
 
     async def close(self) -> None:
         """Kills the agents; callers that wait for one, or call later, get an EngineError."""
-        await asyncio.to_thread(self._children.close)
+        await asyncio.gather(*(worker.close() for worker in self._workers))
         await self._endpoint.close()
 
 
 def check_agent(rl: RlConfig) -> None:
     """UserError when the agent cannot be loaded. It is imported in a process of its own."""
-    with closing(_children(rl, 1)) as children:
-        children.on_all(Child.start)
+    with closing(WorkerPool(_field(rl), MODULE, _hello(rl), environment=code_environment(rl.secrets))) as trial:
+        trial.start()
 
 
-def _children(rl: RlConfig, workers: int) -> ChildPool:
-    hello, environment = {"agent": rl.agent}, code_environment(rl.secrets)
-    return ChildPool(f"rl.agent={rl.agent!r}", MODULE, hello, workers=workers, environment=environment)
+def _field(rl: RlConfig) -> str:
+    return f"rl.agent={rl.agent!r}"
+
+
+def _hello(rl: RlConfig) -> AgentHello:
+    return {"agent": rl.agent}

@@ -12,7 +12,7 @@ from rlpipe.checks.plan_cost import Speed, places
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.weights import reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S
-from rlpipe.processes.pool import Child, ChildPool
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.stages.training import new_adapter
 
 
@@ -43,8 +43,8 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
             hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
     field = str(named["where"])
     timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
-    with closing(ChildPool(field, "rlpipe.checks.trial", hello, start_timeout_s=timeout_s)) as trial:
-        (ready,) = trial.on_all(Child.start)
+    with closing(WorkerPool(field, "rlpipe.checks.trial", hello, start_timeout_s=timeout_s)) as trial:
+        (ready,) = trial.start()
     assert ready["num_parameters"] > 0, "a model without parameters"
     sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
     tried = TriedModel(ready["num_parameters"], ready["rows"], sizes)

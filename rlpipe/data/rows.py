@@ -26,7 +26,7 @@ from rlpipe.base.values import plain_json
 from rlpipe.data.files import Row, file_rows, first_cause, names_files
 from rlpipe.data.links import check_links
 from rlpipe.processes.launch import PARENT_VARIABLE, die_with_parent
-from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.user_code import (
     CodeRaised,
     InvalidAnswer,
@@ -36,6 +36,7 @@ from rlpipe.processes.user_code import (
     serve,
     user_code,
 )
+from rlpipe.processes.worker import ProcessEnded
 
 if TYPE_CHECKING:  # without it the process of a function starts in half the time
     from rlpipe.config.sections import DataConfig
@@ -171,12 +172,14 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
         "call": FunctionCall(data.name, data.source, args, seed, data.rows_max, data.answer_field, _text_columns(data)),
         "path": sys.path,
     }
-    children = ChildPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: ""})
+    pool = WorkerPool(field, "rlpipe.data.rows", hello, environment={**os.environ, PARENT_VARIABLE: ""})
     row_index, is_last = 0, False
     try:
-        children.on_all(Child.start)
+        pool.start()
         while not is_last:
-            (answer,) = children.on_all(lambda child: child.ask({}, ROW_TIMEOUT_S))
+            answer = pool.ask({}, ROW_TIMEOUT_S)
+            if pool.workers[0].num_started > 1:  # it ended between two requests: another one begins with the first row
+                raise ProcessEnded
             for line in answer["rows"]:
                 row_index += 1
                 yield Row(f"{data.source} row {row_index}", json.loads(line))
@@ -190,7 +193,7 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
     except ProcessEnded as error:
         raise UserError(f"{field} ended its process (rows read before: {row_index}); what it said is above") from error
     finally:
-        children.close()
+        pool.close()
 
 
 class RowsHello(TypedDict):

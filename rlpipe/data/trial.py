@@ -18,8 +18,9 @@ from rlpipe.base.errors import UserError
 from rlpipe.config.model import ModelConfig
 from rlpipe.data.chat import ChatTokenizer, ControlTokens
 from rlpipe.data.conversations import encode_asked, encode_talk
-from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.user_code import CodeRaised, Loaded, Record, cause_of, serve, user_code
+from rlpipe.processes.worker import ProcessEnded
 from rlpipe.records.prompt import Messages, Prompt, Talk, Tool
 
 MEMORY_BYTES = 4 << 30  # the limit of the process, far more than any tokenizer needs
@@ -72,9 +73,8 @@ class TokenizerTrial:
             "variables": model.chat_template_args,
             "control_tokens": model.control_tokens,
         }
-        self._children = ChildPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello)
-        (self._child,) = self._children.children
-        (ready,) = self._children.on_all(Child.start)
+        self._pool = WorkerPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello)
+        (ready,) = self._pool.start()
         self.vocab_size: int = ready["vocab_size"]
         self.knows_tools: bool = ready["knows_tools"]
         assert self.vocab_size > 0, "a tokenizer without tokens"
@@ -85,7 +85,7 @@ class TokenizerTrial:
             raise
 
     def close(self) -> None:
-        self._children.close()
+        self._pool.close()
 
     def prompt_lengths(self, prompts: Iterable[Prompt]) -> Iterator[int]:
         """The number of tokens of each prompt, with the head of the assistant's turn."""
@@ -118,12 +118,8 @@ class TokenizerTrial:
 
     def _ask(self, request: TrialRequest, timeout_s: float | None = None) -> TrialAnswer:
         timeout_s = timeout_s or BATCH_TIMEOUT_S
-
-        def asked(child: Child) -> Any:
-            return child.ask(request, timeout_s)
-
         try:
-            (answer,) = self._children.on_all(asked)
+            answer = self._pool.ask(request, timeout_s)
         except TimeoutError as error:
             raise UserError(
                 f"{self._where} took more than {timeout_s:g} s for"

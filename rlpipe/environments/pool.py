@@ -1,32 +1,44 @@
 """Environments in processes of their own, since one may raise, crash, print or never return.
 
 Processes are a cache: an environment whose process was lost is made again in another one, which
-gets the earlier completions again. A step that kills a process is tried once more, so that a kill
-from outside costs only time.
+gets the earlier completions again. The rule of `rlpipe.processes.worker` says which step is at
+fault for the loss of a process; a kill from outside costs only time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
-from rlpipe.environments.process import EnvironmentCall, EnvironmentFault, EnvironmentProcess
 from rlpipe.environments.protocol import Message, Step
-from rlpipe.environments.wire import EnvironmentHello, History, PlayRequest
-from rlpipe.processes.pool import Child, ChildPool, code_environment
+from rlpipe.environments.wire import Answer, EnvironmentHello, History, PlayRequest
+from rlpipe.processes.pool import WorkerPool, code_environment
+from rlpipe.processes.worker import Losses, ProcessEnded, TooManyLost, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
 
-log = logging.getLogger(__name__)
 # processes lost in a row, nothing answered between, after which an environment counts as broken
 LOSSES_MAX = 64
+MODULE = "rlpipe.environments.worker"
+GRACE_S = 1.0  # the process itself ends a call that takes too long; it is given up when it does not
 NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
+
+
+class EnvironmentFault(Exception):
+    """Raised when an environment ends its rollout with a fault.
+
+    Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class EnvironmentPool:
@@ -44,57 +56,48 @@ class EnvironmentPool:
         `environment`: the variables of the processes.
         """
         assert timeout_s > 0 and workers > 0
-        self._total_s = total_s
-        self.num_losses = 0  # in a row
-        self._name = name
-        given = _field(name), _hello(name, args), timeout_s, self._lost, environment or code_environment()
-        self._processes = [EnvironmentProcess(*given) for _ in range(workers)]
-        self._keys = itertools.count()
-        self._num_answered = 0  # when a process was lost last
+        self.timeout_s = timeout_s
+        self.total_s = total_s
+        code = UserCode(_field(name), MODULE, _hello(name, args), environment or code_environment())
+        losses = Losses(LOSSES_MAX)
+        self._workers = [Worker(code, losses, silent_s=timeout_s) for _ in range(workers)]
+        self._num_open: Counter[Worker] = Counter()
+        self._numbers = itertools.count()
 
     def open(self, prompt: RewardPrompt, history: History = ()) -> RemoteEnvironment:
         """An environment for a prompt (`Prompt.for_reward`), which has answered `history` already;
         its process makes it at the first call.
         """
-        process = min(self._processes, key=lambda process: process.num_environments)
-        return RemoteEnvironment(process, next(self._keys), prompt, history, self._total_s)
+        worker = min(self._workers, key=lambda worker: self._num_open[worker])
+        self._num_open[worker] += 1
+        return RemoteEnvironment(self, worker, next(self._numbers), prompt, history)
 
-    def _lost(self, message: str) -> None:
-        """Counts a lost process; UserError when processes are lost again and again without an
-        answer.
-        """
-        num_answered = sum(process.num_answered for process in self._processes)
-        self.num_losses = 1 if num_answered > self._num_answered else self.num_losses + 1
-        self._num_answered = num_answered
-        log.warning("%s: %s", _field(self._name), message)
-        if self.num_losses >= LOSSES_MAX:
-            raise UserError(
-                f"{_field(self._name)}: {self.num_losses} processes in a row were lost ({message}); mend it and start "
-                "again: what was committed is kept"
-            )
+    def drop(self, worker: Worker, number: int) -> None:
+        """Lets the worker's process forget an environment."""
+        self._num_open[worker] -= 1
+        worker.tell({"drop": number})
 
     async def close(self) -> None:
         """Kills the processes; callers that wait for one, or call later, get an EngineError."""
-        await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
 
 class RemoteEnvironment:
     """The environment of one rollout, in whatever process."""
 
     def __init__(
-        self, process: EnvironmentProcess, key: int, prompt: RewardPrompt, history: History, total_s: float | None
+        self, pool: EnvironmentPool, worker: Worker, number: int, prompt: RewardPrompt, history: History
     ) -> None:
         self.prompt = prompt
         # its first messages to the policy, once known
         self.start_messages: list[Message] | None = None
-        self._process = process
-        self._key = key
-        self._lives_in = 0  # the number of the process that holds it; 0: none yet
+        self._pool = pool
+        self._worker = worker
+        self._number = number
+        self._sent_to = self._lives_in = 0  # the number of the process that holds it; 0: none yet
         self._history = [*history]
         self._dropped = False
-        self._total_s = total_s
         self._took_s = 0.0  # its steps so far; repeated ones do not count
-        process.num_environments += 1
 
     async def start(self) -> list[Message]:
         """Returns the environment's first messages to the policy; EnvironmentFault."""
@@ -113,37 +116,60 @@ class RemoteEnvironment:
         """Ends the environment with its rollout; a second call does nothing."""
         if not self._dropped:
             self._dropped = True
-            self._process.drop(self._key)
+            self._pool.drop(self._worker, self._number)
 
     async def _call(self, completion: str | None) -> Step | None:
         """Makes one call, and returns the step that answers a completion; EnvironmentFault."""
-        left_s = math.inf if self._total_s is None else self._total_s - self._took_s
-        call = EnvironmentCall(self._key, partial(self._request, completion), left_s)
         try:
-            answer = await self._process.ask(call)
+            answer = await self._answer(completion)
             if "reason" in answer:
                 raise EnvironmentFault(answer["reason"], answer["message"])
         except EnvironmentFault as fault:
-            if fault.reason == "environment_timeout" and left_s < self._process.timeout_s and completion is not None:
-                message = f"its steps took more than rl.environment_total_s={self._total_s:g}"
+            is_whole = self._left_s < self._pool.timeout_s and completion is not None
+            if fault.reason == "environment_timeout" and is_whole:
+                message = f"its steps took more than rl.environment_total_s={self._pool.total_s:g}"
                 raise EnvironmentFault("environment_total_timeout", message) from fault
             raise
         self._took_s += answer["took_s"]
-        self._lives_in = call.sent_to
+        self._lives_in = self._sent_to
         self.start_messages = answer["start_messages"] or self.start_messages
         return Step(**answer["step"]) if answer["step"] else None
 
-    def _request(self, completion: str | None, number: int) -> PlayRequest:
-        """The request to process `number`. A process that does not hold the environment gets all
-        that it needs to make it.
+    async def _answer(self, completion: str | None) -> Answer:
+        try:
+            return await ask_twice(partial(self._worker.ask, partial(self._request, completion)))
+        except TimeoutError as error:
+            message = f"took more than rl.environment_timeout_s={self._pool.timeout_s:g}"
+            raise EnvironmentFault("environment_timeout", message) from error
+        except ProcessEnded as error:
+            raise EnvironmentFault("environment_crash", f"{error}, twice") from error
+        except TooManyLost as error:
+            raise UserError(f"{error}; mend it and start again: what was committed is kept") from error
+
+    @property
+    def _left_s(self) -> float:
+        """The seconds that are left for its steps."""
+        return math.inf if self._pool.total_s is None else self._pool.total_s - self._took_s
+
+    def _request(self, completion: str | None, process: int) -> tuple[PlayRequest, float]:
+        """The request to the process of that number, and the seconds for its answer. A process that
+        does not hold the environment gets all that it needs to make it.
         """
-        is_new = self._lives_in != number
-        return {
+        is_new, call_s = self._lives_in != process, self._pool.timeout_s
+        self._sent_to = process
+        history = self._history if is_new else []
+        # every call of the environment's methods has the timeout for itself
+        step_s = 0.0 if completion is None else min(call_s, max(0.0, self._left_s))
+        request: PlayRequest = {
+            "environment": self._number,
             "prompt": self.prompt if is_new else None,
             "start_messages": self.start_messages,
-            "history": self._history if is_new else [],
+            "history": history,
             "completion": completion,
+            "call_s": call_s,
+            "step_s": step_s,
         }
+        return request, call_s * (is_new + len(history)) + step_s + GRACE_S
 
 
 def check_environment(name: str, args: JsonDict, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -151,10 +177,8 @@ def check_environment(name: str, args: JsonDict, environment: Mapping[str, str] 
 
     It is imported in a process of its own.
     """
-    with closing(
-        ChildPool(_field(name), "rlpipe.environments.worker", _hello(name, args), environment=environment)
-    ) as children:
-        (ready,) = children.on_all(Child.start)
+    with closing(WorkerPool(_field(name), MODULE, _hello(name, args), environment=environment)) as trial:
+        (ready,) = trial.start()
     return ready["roles"]
 
 

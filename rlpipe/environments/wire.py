@@ -31,35 +31,30 @@ class EnvironmentReady(TypedDict):
     is_async: bool
 
 
-@final
-class EnvironmentRefused(TypedDict):
-    """The other answer to EnvironmentHello: the reason why the environment does not load."""
-
-    error: str
-
-
 class PlayRequest(TypedDict):
-    """A request to an environment.
+    """A request to the environment of that number.
 
     `prompt`: None where the process holds the environment. `history`: earlier steps to repeat.
-    `completion`: None where only its start is wanted.
+    `completion`: None where only its start is wanted. `call_s`: seconds for each call of a method,
+    `step_s` for the step.
     """
 
+    environment: int
     prompt: RewardPrompt | None
     start_messages: list[Message] | None
     history: History
     completion: str | None
+    call_s: float
+    step_s: float
 
 
 @final
-class PlayLine(PlayRequest):
-    """The line of a PlayRequest: the environment's key, and the seconds for each call and for the
-    step.
-    """
+class PlayLine(TypedDict):
+    """The line of a PlayRequest: a key for its answer, and the seconds that its owner waits."""
 
     key: int
+    request: PlayRequest
     timeout_s: float
-    step_s: float
 
 
 @final

@@ -2,14 +2,14 @@
 
 An event loop, in which many calls may be in progress.
 
-First line in: {"name", "path", "args"}; out: {"roles": [...], "is_async"} or {"error": message}.
-Then {"key", "prompt", "start_messages", "history", "completion", "timeout_s", "step_s"}; out, as
-each is known: {"key", "start_messages", "step", "took_s"} or {"key", "reason", "message"}. An
-environment has one call at a time, so its key identifies the answer. `prompt` is null when this
-process holds the environment `key`; else it is made here: started, and given the completions of
+First request: {"name", "path", "args"}; answer: {"roles": [...], "is_async"} or {"error": message}.
+Then {"environment", "prompt", "start_messages", "history", "completion", "call_s", "step_s"}, with
+a key; answer with that key, as each is known: {"start_messages", "step", "took_s"} or {"reason",
+"message"}. `environment` is the number of an environment, which has one call at a time. `prompt` is
+null when this process holds it; else it is made here: started, and given the completions of
 `history` again, each with the messages that it answered before. `completion` is null when only its
-start is wanted. Each call of a method has `timeout_s`, the step that answers `completion` has
-`step_s`, and took `took_s`. {"drop": key}: its rollout is over. A call of the environment in
+start is wanted. Each call of a method has `call_s`, the step that answers `completion` has
+`step_s`, and took `took_s`. {"drop": number}: its rollout is over. A call of the environment in
 progress is cancelled, it is closed where it has a `close`, and forgotten.
 """
 
@@ -31,6 +31,7 @@ from rlpipe.environments.wire import (
     EnvironmentReady,
     Played,
     PlayLine,
+    PlayRequest,
 )
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
@@ -90,7 +91,7 @@ class Home:
         self._held: dict[int, Environment] = {}
         self._calls: dict[int, asyncio.Task[Played]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._timeout_s = 0.0
+        self._call_s = 0.0
 
     async def live(self, requests: BinaryIO, answers: BinaryIO) -> None:
         """Answers requests until the owner closes the pipe, or a bug of rlpipe ends this
@@ -109,7 +110,7 @@ class Home:
         """Sets a kernel timer that ends this process if the owner is gone and code blocks the loop,
         even when it holds the GIL.
         """
-        signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout_s + ORPHAN_GRACE_S)
+        signal.setitimer(signal.ITIMER_REAL, 2 * self._call_s + ORPHAN_GRACE_S)
 
     def _end(self, error: BaseException | None = None) -> None:
         if not self._ended.done():
@@ -122,20 +123,21 @@ class Home:
             else:
                 self._forget(message["drop"])
             return
-        key, self._timeout_s = message["key"], message["timeout_s"]
-        assert key not in self._calls, "an environment has one call at a time"
+        key, request = message["key"], message["request"]
+        number, self._call_s = request["environment"], request["call_s"]
+        assert number not in self._calls, "an environment has one call at a time"
         self._arm()
-        self._calls[key] = asyncio.create_task(self._answered(key, message))
-        self._calls[key].add_done_callback(lambda call: self._tell(key, call))
+        self._calls[number] = asyncio.create_task(self._answered(number, request))
+        self._calls[number].add_done_callback(lambda call: self._tell(key, number, call))
 
-    def _tell(self, key: int, call: asyncio.Task[Played]) -> None:
-        """Sends a call's answer; a fault as its reason."""
+    def _tell(self, key: int, number: int, call: asyncio.Task[Played]) -> None:
+        """Sends the answer to a call of an environment; a fault as its reason."""
         if self._ended.done():
             return None  # the owner is gone
-        del self._calls[key]
+        del self._calls[number]
         error = None if call.cancelled() else call.exception()
         if call.cancelled():  # no rollout waits for it, but the owner counts calls in progress
-            self._forget(key)
+            self._forget(number)
             answer: Answer = {"key": key, "reason": "environment_error", "message": "it was dropped"}
         elif error is None:
             answer = {"key": key, **call.result()}
@@ -145,11 +147,11 @@ class Home:
             return self._end(error)
         return self._answers.write(line_of(answer))
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, number: int) -> None:
         """Ends the environment of a rollout that is over: it may close what it has opened."""
-        close = getattr(self._held.pop(key, None), "close", None)
+        close = getattr(self._held.pop(number, None), "close", None)
         if callable(close):
-            closing = asyncio.create_task(in_time(close, lambda _: None, self._timeout_s))
+            closing = asyncio.create_task(in_time(close, lambda _: None, self._call_s))
             self._closing.add(closing)
             closing.add_done_callback(self._closed)
 
@@ -158,16 +160,16 @@ class Home:
         if not closing.cancelled() and (error := closing.exception()) is not None:
             print(f"rl.environment: close: {error}", flush=True)  # to the log: the rollout has its outcome
 
-    async def _answered(self, key: int, request: PlayLine) -> Played:
-        loop, timeout_s = asyncio.get_running_loop(), request["timeout_s"]
+    async def _answered(self, number: int, request: PlayRequest) -> Played:
+        loop, call_s = asyncio.get_running_loop(), request["call_s"]
         played: Played = {"start_messages": None, "step": None, "took_s": 0.0}
         if (prompt := request["prompt"]) is not None:
-            said = await in_time(lambda: self._start(key, prompt), self._checked_start, timeout_s)
+            said = await in_time(lambda: self._start(number, prompt), self._checked_start, call_s)
             played["start_messages"] = same_again("start", said, request["start_messages"])
-        assert key in self._held, "the owner knows which environments this process holds"
-        environment = self._held[key]
+        assert number in self._held, "the owner knows which environments this process holds"
+        environment = self._held[number]
         for completion, before in request["history"]:
-            again = await in_time(lambda text=completion: environment.step(text), self._checked_step, timeout_s)
+            again = await in_time(lambda text=completion: environment.step(text), self._checked_step, call_s)
             same_again("step", again.messages, before)
         began_s = loop.time()
         if (completion := request["completion"]) is not None:
@@ -181,8 +183,8 @@ class Home:
         played["took_s"] = loop.time() - began_s
         return played
 
-    def _start(self, key: int, prompt: RewardPrompt) -> Any:
-        environment = self._held[key] = self.make()
+    def _start(self, number: int, prompt: RewardPrompt) -> Any:
+        environment = self._held[number] = self.make()
         return environment.start(prompt)
 
     def _checked_start(self, said: Any) -> list[Message]:

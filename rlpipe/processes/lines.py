@@ -26,12 +26,13 @@ def parsed_line(line: bytes | bytearray) -> JsonDict:
 
 class LineReader(asyncio.Protocol):
     """Calls `on_message` with the object of each line, and `on_end` once the other end has closed,
-    or has sent an invalid line.
+    or has sent an invalid line: then `fault` describes it.
     """
 
     def __init__(self, on_message: Callable[[Any], None], on_end: Callable[[], object]) -> None:
         self._on_message = on_message
         self._on_end = on_end
+        self.fault = ""
         self._begun: list[bytes] = []  # parts of the current, incomplete line
         self._num_bytes = 0  # of these parts
         self._is_over = False
@@ -48,17 +49,17 @@ class LineReader(asyncio.Protocol):
                 self._begun.clear()
                 self._num_bytes = 0
                 self._on_message(parsed_line(line))
-        except ValueError:
-            self._end()
+        except ValueError as error:
+            self._end(str(error))
             return
         if rest:
             self._begun.append(rest)
             self._num_bytes += len(rest)
         if self._num_bytes > LINE_BYTES_MAX:
-            self._end()
+            self._end(f"its answer has more than {LINE_BYTES_MAX} bytes")
 
-    def _end(self) -> None:
-        self._is_over = True
+    def _end(self, fault: str) -> None:
+        self._is_over, self.fault = True, fault
         self._begun.clear()
         self._on_end()
 

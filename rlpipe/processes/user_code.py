@@ -1,7 +1,7 @@
 """Runs a user's code: finds it by its path, turns any exception of it into one type of ours, and
 serves it in a process of its own.
 
-Such a process, in which the code may crash, print or never return, answers its owner (`pool`) in
+Such a process, in which the code may crash, print or never return, answers its owner (`worker`) in
 JSON lines.
 """
 
@@ -172,7 +172,7 @@ def serve(load: Callable[[Any], Loaded]) -> None:
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + ORPHAN_GRACE_S)
         value = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(answers, value)
+        _send(answers, {**value, "key": message["key"]})
     kill_descendants(os.getpid())
 
 

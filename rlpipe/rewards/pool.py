@@ -18,7 +18,7 @@ from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.config.extras import REWARDS
 from rlpipe.config.secrecy import Secrets, named_variables
-from rlpipe.processes.pool import ChildPool, code_environment
+from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
 from rlpipe.rewards.process import ProcessScorer, model, try_model
@@ -134,7 +134,7 @@ def _scorers(
         )
         # the sandbox of `code` does, which functions may call
         hello = {"rewards": functions, "args": args, "may_mount": True}
-        processes = ChildPool(
+        processes = WorkerPool(
             f"rl.rewards={[*functions]}", "rlpipe.rewards.worker", hello, workers=workers, environment=environment
         )
         scorers.append(ProcessScorer("+".join(functions), processes, timeout_s))

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +19,12 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import expanded
 from rlpipe.data.links import check_links
 from rlpipe.models.folder import folder_config
-from rlpipe.processes.pool import Child, ChildPool, ProcessEnded
+from rlpipe.processes.pool import WorkerPool
+from rlpipe.processes.worker import ProcessEnded, TooManyLost, Worker, ask_twice
 from rlpipe.rewards.score import FAILURES_MAX, Item, NotScored, Score, Scored
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
-LOSSES_MAX = 8  # processes of a reward model replaced within one `score`
+LOSSES_MAX = 8  # processes of a reward model that are lost in a row
 Fault = tuple[str, str]  # reason and message
 logger = logging.getLogger(__name__)
 
@@ -35,28 +37,26 @@ class RewardLost(RuntimeError):
 
 class ProcessScorer:
     """Processes with rewards loaded; each gets `batch_size` rollouts at a time, n of them with n x
-    `timeout_s`.
+    `timeout_s`. The rollouts of a batch that fails are asked one by one.
 
-    A process that dies or hangs is replaced. Functions are not called again for its rollouts, and
-    given up when FAILURES_MAX processes were lost before any has answered. With `losses_max`,
-    rollouts that fail are sent again one by one, and at most so many processes are replaced within
-    one `score`: a kill from outside costs no rollout.
+    The reward is given up when `losses_max` processes were lost before anything has answered; one
+    with batches, as its processes take long to load, also when as many were lost in a row.
     """
 
     def __init__(
-        self, name: str, processes: ChildPool, timeout_s: float, *, batch_size: int = 1, losses_max: int | None = None
+        self, name: str, processes: WorkerPool, timeout_s: float, *, batch_size: int = 1, losses_max: int | None = None
     ) -> None:
+        """`losses_max`: None for FAILURES_MAX."""
         assert timeout_s > 0
         self.name = name
         self.processes = processes
         self.timeout_s = timeout_s
         self.batch_size = batch_size
         self.losses_max = losses_max
-        self._lock = threading.Lock()  # of the losses
 
     def start(self) -> None:
         """Returns when the rewards are loaded; UserError when one cannot be."""
-        self.processes.on_all(Child.start)
+        self.processes.start()
 
     def score(self, items: list[Item]) -> list[Score]:
         """One Score per item, in order; EngineError once it is closed. One call at a time."""
@@ -64,72 +64,62 @@ class ProcessScorer:
         self._scores: dict[int, Score] = {}  # by the rollout's index, as are the faults
         self._faults: dict[int, Fault] = {}
         self._given_up: Fault | None = None  # the fault of all rollouts that are not sent any more
-        self._num_losses = 0
-        self._has_answers = False
+        self.processes.losses.answered()
+        self.processes.losses.in_a_row_max = FAILURES_MAX if self.losses_max is None else self.losses_max
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
-        self._ask([order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)])
-        # of several that failed together none is known to be at fault
-        if self.losses_max is not None:
-            failed, self._faults = self._faults, {}
-            self._ask([[index] for index in failed])
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        left = iter(batches)  # every worker takes the next one
+        self.processes.on_all(lambda worker: self._work(worker, left))
         return [self._scores.get(index) or self._fault(index) for index in range(len(items))]
 
     def close(self) -> None:
         """Kills the processes."""
         self.processes.close()
 
-    def _ask(self, batches: list[list[int]]) -> None:
-        """Sends batches to the processes until none is left, or the reward is given up."""
-        left = iter(batches)  # every thread takes the next one
-        self.processes.on_all(lambda child: self._work(child, left))
-
-    def _work(self, child: Child, batches: Iterator[list[int]]) -> None:
+    async def _work(self, worker: Worker, batches: Iterable[list[int]]) -> None:
+        """Asks for one batch after the other until none is left, or the reward is given up."""
         for batch in batches:
             if self._given_up:
                 return
-            try:
-                child.start()
-                answer = child.ask({"items": [self._items[index] for index in batch]}, self.timeout_s * len(batch))
-            except UserError as error:
-                self._given_up = "reward_unavailable", str(error)  # for the other threads: no process is left
-                raise RewardLost(str(error)) from error
-            except TimeoutError:
-                self._lose(batch, ("reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"))
-            except ProcessEnded as error:
-                self._lose(batch, ("reward_crash", str(error)))
-            else:
-                try:
-                    self._keep(batch, answer)
-                except (KeyError, TypeError, ValueError):
-                    # the real one may come yet, and would be taken for the next
-                    child.end()
-                    self._lose(batch, ("reward_crash", "its code wrote something of its own in the place of an answer"))
+            fault = await self._ask(worker, batch)
+            if fault and len(batch) > 1:  # of several that failed together none is known to be at fault
+                await self._work(worker, [[index] for index in batch])
+            elif fault:
+                self._faults[batch[0]] = fault
 
-    def _keep(self, batch: list[int], answer: Scored | NotScored) -> None:
-        """Stores a batch's scores, or the error that all of it met; KeyError, TypeError or
-        ValueError for an invalid answer.
-        """
+    async def _ask(self, worker: Worker, batch: list[int]) -> Fault | None:
+        """Asks for a batch and stores its scores, or returns the fault that all of it met."""
+        request = {"items": [self._items[index] for index in batch]}
+        once = partial(worker.ask, lambda _: (request, self.timeout_s * len(batch)))
+        try:
+            answer: Scored | NotScored = await (ask_twice(once) if len(batch) == 1 else once())
+            if self.losses_max is None:
+                self.processes.losses.in_a_row_max = math.inf  # what has answered once is never given up
+            return self._keep(batch, answer)
+        except TimeoutError:
+            return "reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"
+        except ProcessEnded as error:
+            return "reward_crash", str(error)
+        except TooManyLost as error:
+            reason = "reward_timeout" if error.is_late else "reward_crash"
+            self._given_up = reason, f"given up: {error}"
+            return self._given_up
+        except UserError as error:
+            self._given_up = "reward_unavailable", str(error)  # for the other workers: no process is left
+            raise RewardLost(str(error)) from error
+
+    def _keep(self, batch: list[int], answer: Scored | NotScored) -> Fault | None:
+        """Stores a batch's scores, or returns its fault."""
         if "error" in answer:
-            self._has_answers = True
-            self._faults |= dict.fromkeys(batch, ("reward_error", answer["error"]))
-            return
+            return "reward_error", answer["error"]
+        try:
+            scores = [Score(**score) for score in answer["scores"]]
+            self._scores |= dict(zip(batch, scores, strict=True))
+        except (KeyError, TypeError, ValueError):
+            return "reward_crash", "its code wrote something of its own in the place of an answer"
         if warning := answer.get("warning"):
             logger.warning("%s: %s", self.name, warning)
-        self._scores |= {index: Score(**score) for index, score in zip(batch, answer["scores"], strict=True)}
-        self._has_answers = True
-
-    def _lose(self, batch: list[int], fault: Fault) -> None:
-        """Handles the loss of a process with a batch.
-
-        After too many losses the reward is given up.
-        """
-        with self._lock:
-            self._faults |= dict.fromkeys(batch, fault)
-            self._num_losses += 1
-            if self.losses_max is not None and self._num_losses > self.losses_max:
-                self._given_up = "reward_crash", f"its process had to be replaced more than {self.losses_max} times"
-            elif self._num_losses >= FAILURES_MAX and not self._has_answers:
-                self._given_up = fault[0], f"given up after {self._num_losses} processes; the last one: {fault[1]}"
+        return None
 
     def _fault(self, index: int) -> Score:
         fault = self._faults.get(index) or self._given_up
@@ -151,7 +141,7 @@ def model(
     _check_folder(folder, output)
     arguments = {"folder": str(folder), "tokens_max": tokens_max, "output": output, "device": device}
     hello = {"name": name, "weight": weight, "model": arguments}
-    processes = ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
+    processes = WorkerPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
     return ProcessScorer(name, processes, timeout_s, batch_size=batch_size, losses_max=LOSSES_MAX)
 
 
@@ -161,9 +151,9 @@ def try_model(name: str) -> None:
     """
     hello = {"name": name, "tried": str(expanded(name.removeprefix("hf:")))}
     with closing(
-        ChildPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
+        WorkerPool(f"rl.rewards.{name}", "rlpipe.rewards.worker", hello, start_timeout_s=LOAD_TIMEOUT_S)
     ) as trial:
-        trial.on_all(Child.start)
+        trial.start()
 
 
 def _check_folder(folder: Path, output: int) -> None:

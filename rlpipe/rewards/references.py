@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from rlpipe.processes.pool import ChildPool, ProcessEnded
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.user_code import Loaded, Record, serve
+from rlpipe.processes.worker import ProcessEnded
 
 COMPARING = {"math", "deepscaler"}  # the rewards that read a reference so
 ROWS_MAX = 1000  # of a data set, spread over it
@@ -62,13 +63,13 @@ def _told(answers: list[str]) -> list[str | None]:
     answer cannot be read; empty where it is compared by value, None where it is compared as
     text."""
     errors: list[str | None] = []
-    with closing(ChildPool("rl.rewards", "rlpipe.rewards.references", {})) as pool:
-        pool.on_all(lambda child: child.start())
+    with closing(WorkerPool("rl.rewards", "rlpipe.rewards.references", {})) as pool:
+        pool.start()
         deadline_s = time.monotonic() + TIME_S
         while len(errors) < len(answers) and (left_s := deadline_s - time.monotonic()) > 0:
             request = {"answers": answers[len(errors) : len(errors) + ROWS_AT_ONCE]}
             try:
-                [answer] = pool.on_all(lambda child, request=request, left_s=left_s: child.ask(request, left_s))
+                answer = pool.ask(request, left_s)
             except (TimeoutError, ProcessEnded):
                 break
             errors += answer["errors"]
