@@ -14,6 +14,7 @@ from typing import Protocol
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import is_key
 from rlpipe.base.values import expanded
+from rlpipe.store.cache import Cache
 from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
 
@@ -43,10 +44,14 @@ class Objects(Protocol):
 class Store:
     """One URL as a flat map of keys to bytes.
 
-    Writes are atomic. `create` never overwrites: the first writer of a key wins.
+    Writes are atomic. `create` never overwrites: the first writer of a key wins. `cache`: a
+    folder of this node for the files of artifacts that it read or wrote (rlpipe/store/artifacts.py
+    asks it); a store on a disk needs none.
     """
 
-    def __init__(self, url: str) -> None:
+    cache = Cache(None)
+
+    def __init__(self, url: str, cache: Path | None = None) -> None:
         scheme, separator, rest = url.partition("://")
         if "\0" in url or (separator and not rest):
             raise UserError(f"store={url!r}: names no place; use file:///path or s3://bucket/prefix")
@@ -64,6 +69,7 @@ class Store:
             self.local = None
             self.url = url.rstrip("/")
             self.objects = _bucket(self.url)
+            self.cache = Cache(cache)
         else:
             raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
@@ -208,9 +214,9 @@ def _bucket(url: str) -> Objects:
     return Bucket(bucket, prefix)
 
 
-def open_store(url: str) -> Store:
-    """The store at `url`; makes no request to it."""
-    return Store(url)
+def open_store(url: str, cache: Path | None = None) -> Store:
+    """The store at `url`; makes no request to it. `cache`: see `Store`."""
+    return Store(url, cache)
 
 
 def check_readable(store: Store) -> None:
