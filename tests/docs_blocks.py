@@ -28,6 +28,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
                     "flow_process",
                     "growth",
                     "store",
+                    "store_reads",
                     "queries",
                     "view",
                     "weights",

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from rlpipe.base.values import size_text
 from rlpipe.checks import speed
 from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import Lengths, Speed, disk_lines, rollout_bytes, time_lines
+from rlpipe.checks.plan_cost import Lengths, Speed, disk_lines, disk_of, rollout_bytes, time_lines
 from rlpipe.checks.speed import measured_speed
 from rlpipe.checks.trial import _speed_of
 from rlpipe.checks.tried_model import TriedModel
@@ -22,6 +22,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.models.causal import hf_config
 from rlpipe.models.small import small_config
+from rlpipe.store.cache import BYTES_MAX
 from tests.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
@@ -72,6 +73,15 @@ def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
     warned = [line for line in disk_lines(planned, ModelSizes(10**15, 1, 1, 1, 1)) if "WARNING" in line]
     assert warned and f"store={tmp_path}/not/yet: its disk has" in warned[0]
     assert len(disk_lines(config("store=s3://bucket/x"), SIZES)) == 2  # nobody knows what is free there
+
+
+def test_scratch_has_room_for_the_cache_of_a_store_elsewhere(tmp_path: Path) -> None:
+    for iterations, cached in ((10, 10 * rollout_bytes(config())), (50_000, BYTES_MAX)):
+        here, elsewhere = (
+            disk_of(config(f"store={store}", f"rl.num_iterations={iterations}"), SIZES).scratch
+            for store in (tmp_path, "s3://bucket/x")
+        )
+        assert elsewhere - here == cached
 
 
 def test_hours_are_what_the_passes_take_by_their_number() -> None:

@@ -11,6 +11,7 @@ from rlpipe.base.values import size_text
 from rlpipe.checks.plan import BYTES, ModelSizes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.backend import open_store
+from rlpipe.store.cache import BYTES_MAX
 from rlpipe.store.retention import kept_states, kept_versions
 
 STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
@@ -79,7 +80,7 @@ def disk_of(config: PipelineConfig, sizes: ModelSizes) -> DiskNeed:
         base=sizes.parameters * width,
         sft=-(-config.sft.num_steps // config.sft.segment_steps) * (policy + state),
         rl=num_policies * policy + num_states * state + num_iterations * rollouts,
-        scratch=COPIES * policy + state,
+        scratch=COPIES * policy + state + (min(BYTES_MAX, num_iterations * rollouts) if is_remote(config) else 0),
     )
 
 
@@ -116,11 +117,17 @@ def rollout_bytes(config: PipelineConfig) -> int:
     return TOKEN_BYTES * rl.completion_tokens_max * rl.round_groups * rl.group_size * rl.rounds_max
 
 
+def is_remote(config: PipelineConfig) -> bool:
+    """True when the store is no folder of this machine: a node then caches what it reads there."""
+    return "://" in config.store and not config.store.startswith("file:")
+
+
 def _free_bytes(config: PipelineConfig) -> int | None:
     """Free bytes of the disk of a store on this machine; None for a store elsewhere."""
-    local = open_store(config.store).local if "://" not in config.store or config.store.startswith("file:") else None
-    if local is None:
+    if is_remote(config):
         return None
+    local = open_store(config.store).local
+    assert local is not None, config.store
     there = next(folder for folder in (local, *local.parents) if folder.is_dir())
     return shutil.disk_usage(there).free
 

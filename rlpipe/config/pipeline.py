@@ -72,7 +72,8 @@ class PipelineConfig(BaseModel, **STRICT):
         default=".rlpipe",
         min_length=1,
         description=(
-            "Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state"
+            "Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state, "
+            "and 4 GiB for a store on S3"
         ),
     )
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")

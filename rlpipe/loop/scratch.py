@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.store import cache
 
-COPIES = ("weights", "trainer", "tokenizer", "remaking", "source")
+COPIES = ("weights", "trainer", "tokenizer", "remaking", "source", cache.FOLDER)
 
 
 def work_dir_of(config: PipelineConfig) -> Path:

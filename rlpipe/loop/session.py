@@ -34,7 +34,7 @@ from rlpipe.report.curves import fetch_points
 from rlpipe.report.tracking import Tracker, status_of
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.finder import StartService, nobody_starts
-from rlpipe.store import lease
+from rlpipe.store import cache, lease
 from rlpipe.store.commits import Commits, load_published
 from rlpipe.store.nearby import Nearby
 from rlpipe.store.patience import working
@@ -212,7 +212,7 @@ async def open_session(
         with contextlib.ExitStack() as hurried:
             # first: calls that wait for the store, or begin then, must not delay the end
             hurried.callback(work.end)
-            run = await asyncio.to_thread(create_or_continue, config)
+            run = await asyncio.to_thread(create_or_continue, config, work_dir_of(config) / cache.FOLDER)
             held = await asyncio.to_thread(lease.acquire, run.store, run.root, flow_run)
             stack.push_async_exit(partial(_give_back, held))
             await stack.enter_async_context(told(held))  # for errors while the session ends

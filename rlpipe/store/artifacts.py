@@ -69,7 +69,9 @@ def write_bytes(store: Store, folder: str, attempt: str, name: str, data: bytes)
     """Writes one data file of an attempt."""
     assert "/" not in name and name != MANIFEST, f"not a file name: {name!r}"
     store.put(f"{folder}/{attempt}/{name}", data)
-    return FileRecord(f"{attempt}/{name}", len(data), hashlib.sha256(data).hexdigest())
+    record = FileRecord(f"{attempt}/{name}", len(data), hashlib.sha256(data).hexdigest())
+    store.cache.add(record.sha256, data)
+    return record
 
 
 def write_file(store: Store, folder: str, attempt: str, name: str, source: Path) -> FileRecord:
@@ -101,7 +103,9 @@ def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = N
     with fenced(held):
         created = store.create(f"{folder}/{MANIFEST}", data)
     if created:
-        return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
+        ref = ArtifactRef(folder, hashlib.sha256(data).hexdigest())
+        store.cache.add(ref.sha256, data)
+        return ref, manifest
     ref, standing = read_artifact(store, folder)
     check_same(folder, standing, manifest.inputs, manifest.settings)
     return ref, standing
@@ -114,8 +118,10 @@ def find(store: Store, folder: str) -> tuple[ArtifactRef, Manifest] | None:
 
 def read_manifest(store: Store, folder: str, sha256: str | None = None) -> Manifest:
     """The manifest of `folder`; StoreError when it is missing, malformed or (with `sha256`) another
-    one.
+    one. With `sha256`, from this node's cache where that has it.
     """
+    if sha256 is not None and (data := store.cache.read(sha256)) is not None:
+        return parse_manifest(store.address(f"{folder}/{MANIFEST}"), data)
     ref, manifest = read_artifact(store, folder)
     if sha256 not in (None, ref.sha256):
         raise StoreError(f"{store.address(folder)}/{MANIFEST} has sha256 {ref.sha256}, expected {sha256}")
@@ -126,7 +132,9 @@ def read_artifact(store: Store, folder: str) -> tuple[ArtifactRef, Manifest]:
     """The committed artifact of `folder`; StoreError when its manifest is missing or damaged."""
     data = store.read(f"{folder}/{MANIFEST}")
     manifest = parse_manifest(store.address(f"{folder}/{MANIFEST}"), data)
-    return ArtifactRef(folder, hashlib.sha256(data).hexdigest()), manifest
+    ref = ArtifactRef(folder, hashlib.sha256(data).hexdigest())
+    store.cache.add(ref.sha256, data)
+    return ref, manifest
 
 
 def parse_manifest(address: str, data: bytes) -> Manifest:
@@ -198,6 +206,14 @@ def read_file(store: Store, folder: str, record: FileRecord) -> bytes:
     return data
 
 
+def read_cached(store: Store, folder: str, record: FileRecord) -> bytes:
+    """As `read_file`, from this node's cache where that has the file, which it has afterwards."""
+    if (data := store.cache.read(record.sha256)) is None:
+        data = read_file(store, folder, record)
+        store.cache.add(record.sha256, data)
+    return data
+
+
 def check_file(store: Store, folder: str, record: FileRecord) -> None:
     """Reads a data file of any size once, without keeping it in memory; StoreError when it does not
     match its record.
@@ -249,7 +265,7 @@ def read_records(
     given; StoreError when the file lacks one.
     """
     file = read_manifest(store, ref.folder, ref.sha256).file(name)
-    data = read_file(store, ref.folder, file)
+    data = read_cached(store, ref.folder, file)
     try:
         return from_table(read_table(data, schema_of(record, columns).names), record)
     except (pa.ArrowException, KeyError, ValueError, TypeError, RecursionError) as error:

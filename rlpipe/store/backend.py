@@ -15,6 +15,7 @@ from typing import Protocol
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import is_key
 from rlpipe.base.values import expanded
+from rlpipe.store.cache import NO_CACHE, Cache
 from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
 
@@ -51,12 +52,14 @@ class Store:
     """One URL as a flat map of keys to bytes, which are kept in `objects`.
 
     Writes are atomic. `create` never overwrites: the first writer of a key wins. `local`: the
-    folder of the store; None for one on S3.
+    folder of the store; None for one on S3. `cache`: of this node, for the files of artifacts that
+    it read or wrote (rlpipe/store/artifacts.py asks it); a store on a disk needs none.
     """
 
     url: str
     local: Path | None
     objects: Objects
+    cache: Cache = NO_CACHE
 
     def address(self, key: str) -> str:
         """The path or s3:// URL of `key` for a person.
@@ -199,8 +202,10 @@ def _bucket(url: str) -> Objects:
     return Bucket(bucket, prefix)
 
 
-def open_store(url: str) -> Store:
-    """The store at `url`; makes no request to it. UserError when `url` names no place."""
+def open_store(url: str, cache: Path | None = None) -> Store:
+    """The store at `url`; makes no request to it. UserError when `url` names no place. `cache`: the
+    folder of this node for what it reads on S3.
+    """
     scheme, separator, rest = url.partition("://")
     if "\0" in url or (separator and not rest):
         raise UserError(f"store={url!r}: names no place; use file:///path or s3://bucket/prefix")
@@ -214,7 +219,7 @@ def open_store(url: str) -> Store:
         local = expanded(rest if separator else url).resolve()
         return Store(f"file://{local}", local, Disk(local))
     if scheme == "s3":
-        return Store(url.rstrip("/"), None, _bucket(url.rstrip("/")))
+        return Store(url.rstrip("/"), None, _bucket(url.rstrip("/")), Cache(cache))
     raise UserError(f"store={url!r}: unknown scheme {scheme!r}; use file:///path or s3://bucket/prefix")
 
 

@@ -32,7 +32,9 @@ def map_records(store: Store, ref: ArtifactRef, name: str, record: type[Record],
     try:
         if not target.is_dir():
             with made_once(target) as partial:
-                fetch(store, ref.folder, [file], partial)
+                if not store.cache.link(file.sha256, partial / name):
+                    fetch(store, ref.folder, [file], partial)
+                    store.cache.add_file(file.sha256, partial / name)
                 decode_file(partial / name, partial / DECODED, record)
                 (partial / name).unlink()
         return from_table(map_table(target / DECODED), record)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import IterationRecord, Manifest
@@ -250,12 +251,12 @@ class Run:
         return self.committed(*self.policy_place(version), "policy")
 
 
-def create_or_continue(config: PipelineConfig) -> Run:
+def create_or_continue(config: PipelineConfig, cache: Path | None = None) -> Run:
     """The run of this name: created, or continued when the config computes the same thing; else
-    UserError.
+    UserError. `cache`: see `Store`.
     """
     assert config.run, "the command line or the flow names the run"
-    store = open_store(config.store)
+    store = open_store(config.store, cache)
     check_access(store)
     if not store.exists(record_key(config.run)):
         create_record(store, config, None)

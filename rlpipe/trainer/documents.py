@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rlpipe.base.references import ArtifactRef
 from rlpipe.data.tokenizer_files import TOKENIZER_FILES
-from rlpipe.store.artifacts import read_file, read_manifest
+from rlpipe.store.artifacts import read_cached, read_manifest
 from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.step import Resident
 
@@ -37,4 +37,4 @@ def tokenizer_files(gang: Gang, tokenizer: ArtifactRef | None) -> dict[str, byte
         return {}
     records = read_manifest(gang.store, tokenizer.folder, tokenizer.sha256).files
     own = [record for record in records if record.plain_name in TOKENIZER_FILES]
-    return {record.plain_name: read_file(gang.store, tokenizer.folder, record) for record in own}
+    return {record.plain_name: read_cached(gang.store, tokenizer.folder, record) for record in own}

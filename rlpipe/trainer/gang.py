@@ -292,5 +292,6 @@ def join_gang(options: TrainerOptions) -> Gang:
     assert size % copies == 0, f"{copies} copies on {size} ranks"
     shape, names = ((copies, size // copies), ("copy", "part")) if copies > 1 else ((size,), ("part",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    store = open_store(options.store, Path(options.cache) if options.cache else None)
     team = join_team(size, options.trainer.context_ranks, rank, device)
-    return Gang(options, rank, size, device, mesh, control, open_store(options.store), team)
+    return Gang(options, rank, size, device, mesh, control, store, team)

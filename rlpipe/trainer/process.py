@@ -39,6 +39,7 @@ from rlpipe.services.registration import (
     node_name,
     registered,
 )
+from rlpipe.store import cache
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
 
@@ -64,6 +65,7 @@ class TrainerOptions(BaseModel, frozen=True):
     host: str
     port: int
     work_dir: str  # scratch on local disk, shared by the ranks of a node
+    cache: str = ""  # of what this node reads from the store, shared with its flow; empty: none
     dtype: str = "float32"
     trainer: TrainerConfig = TrainerConfig()
     # a rank without a heartbeat for so long counts as lost, which ends all ranks
@@ -127,6 +129,7 @@ class GangProcess:
             host=self.host,
             port=port,
             work_dir=str(self.work_dir / "trainer"),
+            cache=str(self.work_dir / cache.FOLDER),
             dtype=self.config.model.dtype,
             trainer=trainer,
         )
@@ -185,7 +188,8 @@ class GangProcess:
         """
         if self._service is not None:
             await asyncio.to_thread(self._service.stop)
-            await asyncio.to_thread(shutil.rmtree, self.work_dir / "trainer", ignore_errors=True)
+            for name in ("trainer", cache.FOLDER):
+                await asyncio.to_thread(shutil.rmtree, self.work_dir / name, ignore_errors=True)
 
     async def _until_ready(self, start: Callable[[], object]) -> str:
         """Calls `start`; returns `url` once the trainer answers."""
