@@ -36,8 +36,8 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import NOTHING_YET, Sampling
 from rlpipe.engines.pool import GroupRequest
-from rlpipe.environments.pool import EnvironmentPool
 from rlpipe.extras.environments.player import EnvironmentPlayer
+from rlpipe.extras.environments.pool import EnvironmentPool
 from rlpipe.loop.player import Hooks
 from rlpipe.processes.launch import free_port, raise_file_limit
 from rlpipe.records.prompt import Prompt
@@ -80,7 +80,7 @@ class Watch:
         while True:
             self.threads = max(self.threads, flow.num_threads(), threading.active_count())
             self.flow_mb = max(self.flow_mb, flow.memory_info().rss / MB)
-            workers = [child for child in flow.children() if "rlpipe.environments.worker" in child.cmdline()]
+            workers = [child for child in flow.children() if "rlpipe.extras.environments.worker" in child.cmdline()]
             self.num_workers = max(self.num_workers, len(workers))
             self.workers_mb = max(self.workers_mb, sum(worker.memory_info().rss for worker in workers) / MB)
             await asyncio.sleep(SAMPLE_S)

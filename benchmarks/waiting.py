@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.records.prompt import Messages, RewardPrompt
 
 

@@ -14,7 +14,7 @@ import json
 import re
 from typing import Any
 
-from rlpipe.environments import calculator
+from rlpipe.extras.environments import calculator
 
 CALL = re.compile("<tool>(.*?)</tool>")
 

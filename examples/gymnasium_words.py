@@ -21,7 +21,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.records.prompt import Messages, RewardPrompt
 
 

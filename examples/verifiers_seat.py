@@ -26,7 +26,7 @@ from verifiers.v1 import graph
 from verifiers.v1.episode import EnvInfo
 from verifiers.v1.state import state_cls
 
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.records.prompt import Messages, RewardPrompt
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from examples.calculator_data import problems
-from rlpipe.agents.endpoint import AgentEndpoint, Door
-from rlpipe.agents.rollout import AgentRollout, CallKey, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.extras.agents.endpoint import AgentEndpoint, Door
+from rlpipe.extras.agents.rollout import AgentRollout, CallKey, Replies, Terms
 
 TOOL: Any = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>'

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlpipe.agents.rollout import AgentRollout, CallKey, Keep, Replies, Terms
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool
+from rlpipe.extras.agents.rollout import AgentRollout, CallKey, Keep, Replies, Terms
 from tests.agent_world import tokenizer_in
 from tests.deadlines import until_async
 from tests.slow_engine import SlowEngine

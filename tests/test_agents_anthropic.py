@@ -11,8 +11,8 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from rlpipe.agents.rollout import AgentRollout
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.extras.agents.rollout import AgentRollout
 from tests.agent_world import ANSWER, CALL, SpokenPool, door_of, rollout_of, tokenizer_in
 
 TOOL: Any = {"name": "calculator", "description": "a product", "input_schema": {"type": "object", "properties": {}}}

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from rlpipe.agents.calls import IDEMPOTENCY_KEY, RETRY_COUNT, SentCall, SentCalls, SentRequest
-from rlpipe.agents.endpoint import AgentEndpoint, Door
-from rlpipe.agents.rollout import AgentRollout
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.extras.agents.calls import IDEMPOTENCY_KEY, RETRY_COUNT, SentCall, SentCalls, SentRequest
+from rlpipe.extras.agents.endpoint import AgentEndpoint, Door
+from rlpipe.extras.agents.rollout import AgentRollout
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 

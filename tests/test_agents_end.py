@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, read_request
-from rlpipe.agents.log import CallLog
-from rlpipe.agents.rollout import AgentRollout, CallKey, GivenReplies, Replies
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, read_request
+from rlpipe.extras.agents.log import CallLog
+from rlpipe.extras.agents.rollout import AgentRollout, CallKey, GivenReplies, Replies
 from rlpipe.store.backend import open_store
 from tests.agents_in_flight import FOR_EVER, check_idle, keep_nothing, reached, rollout_in_flight
 from tests.agents_in_flight import engine as engine

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from rlpipe.agents.chat import ChatRefused, read_request
-from rlpipe.agents.endpoint import AgentEndpoint
-from rlpipe.agents.rollout import AgentRollout, CallKey
 from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
+from rlpipe.extras.agents.chat import ChatRefused, read_request
+from rlpipe.extras.agents.endpoint import AgentEndpoint
+from rlpipe.extras.agents.rollout import AgentRollout, CallKey
 from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, door_of, rollout_of, tokenizer_in
 
 ASKED: list[Any] = [{"role": "user", "content": "Calculate 3*4"}]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.extras.agents.pool import AgentFault, AgentOutcome, Agents
 from rlpipe.records.prompt import RewardPrompt
 from tests.agents_in_flight import FOR_EVER, check_idle, keep_nothing, reached, rollout_in_flight
 from tests.agents_in_flight import engine as engine

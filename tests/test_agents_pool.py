@@ -16,10 +16,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.extras.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
 from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.records.prompt import RewardPrompt
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
@@ -224,7 +224,7 @@ def test_daemons_of_an_agent_end_when_the_run_is_killed(folder: Path) -> None:
 
 OWNER = """
 from rlpipe.processes.pool import WorkerPool
-pool = WorkerPool("x", "rlpipe.agents.worker", {"agent": "sh -c 'sleep 600 & echo $! > child.pid; wait'"})
+pool = WorkerPool("x", "rlpipe.extras.agents.worker", {"agent": "sh -c 'sleep 600 & echo $! > child.pid; wait'"})
 pool.ask({"prompt": {}, "base_url": "x", "api_key": "x"}, 100.0)
 """
 

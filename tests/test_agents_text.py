@@ -15,8 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.agents.anthropic_wire import AnthropicWire
-from rlpipe.agents.chat import (
+from rlpipe.base.errors import UserError
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.encoding import LONG_CHARS
+from rlpipe.extras.agents.anthropic_wire import AnthropicWire
+from rlpipe.extras.agents.chat import (
     ChatRefused,
     ChatRequest,
     as_text,
@@ -25,12 +28,9 @@ from rlpipe.agents.chat import (
     read_message,
     read_request,
 )
-from rlpipe.agents.endpoint import Wire
-from rlpipe.agents.openai_wire import OpenAiWire
-from rlpipe.agents.worker import last_line, outcome_of, run
-from rlpipe.base.errors import UserError
-from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.encoding import LONG_CHARS
+from rlpipe.extras.agents.endpoint import Wire
+from rlpipe.extras.agents.openai_wire import OpenAiWire
+from rlpipe.extras.agents.worker import last_line, outcome_of, run
 from rlpipe.records.messages import DEPTH_MAX
 from tests.agent_world import TOOL
 from tests.tool_templates import KINDS

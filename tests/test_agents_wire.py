@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.agents.chat import CHOICES_MAX
-from rlpipe.agents.endpoint import AgentEndpoint, Door
-from rlpipe.agents.openai_wire import UNKNOWN, OpenAiWire
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
+from rlpipe.extras.agents.chat import CHOICES_MAX
+from rlpipe.extras.agents.endpoint import AgentEndpoint, Door
+from rlpipe.extras.agents.openai_wire import UNKNOWN, OpenAiWire
 from tests.agent_world import CALL, TOOL, SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S
 from tests.test_agents_text import ASKED, BODIES, REPLIES, call_of, places

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from rlpipe.agents.rollout import AgentRollout
 from rlpipe.data import encoding
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.data.fewest_tokens import ASSUMED_CHARS, FewestTokens
+from rlpipe.extras.agents.rollout import AgentRollout
 from tests.agent_world import ANSWER, SpokenPool, door_of, rollout_of, tokenizer_in
 from tests.test_data_pieces import KINDS, tokenizer_of
 

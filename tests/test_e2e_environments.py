@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.environments.calculator import Calculator
+from rlpipe.extras.environments.calculator import Calculator
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run, open_existing
 from tests.deadlines import PIPELINE_S
@@ -115,7 +115,7 @@ def test_an_environment_process_that_is_killed_changes_nothing(undisturbed: Fold
     process = folder.start(*folder.run_arguments("a", *SMALL, preset="calculator"))
     try:
         folder.wait_for("a", "rl/00000/prompts/round-0/manifest.json", process)
-        _keeper, victim = descendants(process, "rlpipe.environments.worker")
+        _keeper, victim = descendants(process, "rlpipe.extras.environments.worker")
         os.kill(victim.pid, signal.SIGKILL)
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:

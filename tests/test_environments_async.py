@@ -14,14 +14,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
+from rlpipe.extras.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 MANY = 1000
 ENVIRONMENT = '''
 import asyncio, os, pathlib, signal, time
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 
 class Meets:
     """Answers a `meet N` when N environments wait at once; counts its turns."""

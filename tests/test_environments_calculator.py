@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.data.sources import in_part
-from rlpipe.environments.calculator import EXPRESSION_CHARS_MAX, Calculator, calculate, demonstrations, problems
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.calculator import EXPRESSION_CHARS_MAX, Calculator, calculate, demonstrations, problems
+from rlpipe.extras.environments.protocol import Step
 
 NUMBERS = st.integers(-999, 999).map(str)
 

@@ -18,7 +18,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.extras.environments.turns import Turns, policy_turns
 from rlpipe.records.rollout import EnvironmentOutcome
 from rlpipe.stages.sampling import check_carried

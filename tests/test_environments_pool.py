@@ -15,13 +15,13 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.base.errors import EngineError, UserError
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
+from rlpipe.extras.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 
 BEHAVIOURS = '''
 import asyncio, os, signal, sys, time
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 
 print("importing prints")
 

@@ -31,8 +31,8 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest, OnGroup, OnRollout
-from rlpipe.environments.pool import EnvironmentFault
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.pool import EnvironmentFault
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.loop.session import Session
 from rlpipe.processes.child import wait_for_end
 from rlpipe.records.prompt import Prompt
@@ -269,7 +269,7 @@ def check_end(row: JsonDict, record: JsonDict, steps: list[Any], answers: list[l
 
 ENVIRONMENT = '''
 import pathlib, time
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 
 class Fickle:
     """Done at once, or fails for the rollouts whose first token is divisible by `fails`."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.records.prompt import Prompt
 
 ROOT = Path(__file__).parent.parent

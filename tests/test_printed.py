@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlpipe.base.errors import UserError
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool
+from rlpipe.extras.environments.protocol import Step
 from rlpipe.processes.lines import LINE_BYTES_MAX
 from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.printed import PASSED_BYTES, TAIL_BYTES
@@ -26,7 +26,7 @@ MEGABYTES = 300
 GROWTH_MB = 100  # of this process while it reads that
 CODE = f"""
 import os, sys, subprocess
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 
 def loud(said):
     block = ("e" * 99 + chr(10)) * 10_486

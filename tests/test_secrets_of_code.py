@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.agents.pool import AgentFault, Agents, check_agent
 from rlpipe.base.errors import UserError
 from rlpipe.config.secrecy import Secrets, named_variables
 from rlpipe.config.training import RlConfig
-from rlpipe.environments.pool import EnvironmentPool
+from rlpipe.extras.agents.pool import AgentFault, Agents, check_agent
+from rlpipe.extras.environments.pool import EnvironmentPool
 from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.processes.pool import code_environment
 from rlpipe.records.prompt import RewardPrompt

@@ -9,7 +9,7 @@ from typing import Any
 
 from scorers import spelled  # pyright: ignore[reportMissingImports] (beside this file)
 
-from rlpipe.environments.protocol import Step
+from rlpipe.extras.environments.protocol import Step
 
 BROKEN = Path("broken_tool").exists()
 

@@ -15,13 +15,13 @@ from functools import partial
 
 import numpy as np
 
-from rlpipe.agents.conversation import Node, masks_of_each_reply_once
-from rlpipe.agents.log import CallLog
-from rlpipe.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
-from rlpipe.agents.rollout import AgentRollout, CallKey, Terms
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion
 from rlpipe.engines.pool import GroupRequest
+from rlpipe.extras.agents.conversation import Node, masks_of_each_reply_once
+from rlpipe.extras.agents.log import CallLog
+from rlpipe.extras.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
+from rlpipe.extras.agents.rollout import AgentRollout, CallKey, Terms
 from rlpipe.loop.player import Hooks, Player, PlayerKind, PlayerParts, Trajectory, check_faults
 from rlpipe.loop.stage import all_ended
 from rlpipe.records.prompt import Prompt

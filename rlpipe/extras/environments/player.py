@@ -11,7 +11,7 @@ from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
-from rlpipe.environments.pool import EnvironmentFault, EnvironmentPool, check_environment
+from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, check_environment
 from rlpipe.extras.environments.turns import NOT_BEGUN, Turns
 from rlpipe.loop.player import Hooks, Player, PlayerKind, PlayerParts, Trajectory, check_faults
 from rlpipe.loop.stage import all_ended

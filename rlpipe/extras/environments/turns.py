@@ -18,8 +18,8 @@ from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion
-from rlpipe.environments.pool import EnvironmentFault, RemoteEnvironment
-from rlpipe.environments.wire import History
+from rlpipe.extras.environments.pool import EnvironmentFault, RemoteEnvironment
+from rlpipe.extras.environments.wire import History
 from rlpipe.loop.player import Trajectory
 from rlpipe.records.prompt import Message
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED, EnvironmentOutcome

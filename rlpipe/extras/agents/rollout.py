@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, assistant_message
-from rlpipe.agents.conversation import Context, ConversationTree, Node
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import rollout_seed
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
+from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, assistant_message
+from rlpipe.extras.agents.conversation import Context, ConversationTree, Node
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 
 

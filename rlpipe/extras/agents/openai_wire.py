@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
-from rlpipe.agents.rollout import GivenReplies
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
+from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
+from rlpipe.extras.agents.rollout import GivenReplies
 from rlpipe.records.prompt import Message
 
 UNKNOWN = -9999.0  # the logprob where there is no number, as OpenAI gives it

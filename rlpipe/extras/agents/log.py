@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TypedDict
 
-from rlpipe.agents.rollout import CallKey, Replies
 from rlpipe.base.errors import StoreError
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
+from rlpipe.extras.agents.rollout import CallKey, Replies
 from rlpipe.store.artifacts import new_attempt
 from rlpipe.store.audit import CALLS
 from rlpipe.store.backend import Store

@@ -1,5 +1,5 @@
 """The messages between a process that holds environments and its owner, one JSON line each (their
-order: `rlpipe.environments.worker`).
+order: `rlpipe.extras.environments.worker`).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypedDict, final
 
-from rlpipe.environments.protocol import Message
+from rlpipe.extras.environments.protocol import Message
 from rlpipe.records.prompt import RewardPrompt
 
 History = Sequence[tuple[str, list[Message]]]  # completions, and the answers to them

@@ -17,17 +17,17 @@ from functools import partial
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
-from rlpipe.environments.protocol import Message, Step
-from rlpipe.environments.wire import Answer, EnvironmentHello, History, PlayRequest
+from rlpipe.extras.environments.protocol import Message, Step
+from rlpipe.extras.environments.wire import Answer, EnvironmentHello, History, PlayRequest
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.processes.worker import Losses, ProcessEnded, TooManyLost, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
 
 # processes lost in a row, nothing answered between, after which an environment counts as broken
 LOSSES_MAX = 64
-MODULE = "rlpipe.environments.worker"
+MODULE = "rlpipe.extras.environments.worker"
 GRACE_S = 1.0  # the process itself ends a call that takes too long; it is given up when it does not
-NAMED = {"calculator": "rlpipe.environments.calculator:Calculator"}
+NAMED = {"calculator": "rlpipe.extras.environments.calculator:Calculator"}
 
 
 class EnvironmentFault(Exception):

@@ -7,17 +7,17 @@ import logging
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from rlpipe.agents.endpoint import AgentEndpoint
-from rlpipe.agents.rollout import AgentRollout
-from rlpipe.agents.worker import AgentAnswer, AgentEnd, AgentFailure, AgentHello, AgentRequest
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
+from rlpipe.extras.agents.endpoint import AgentEndpoint
+from rlpipe.extras.agents.rollout import AgentRollout
+from rlpipe.extras.agents.worker import AgentAnswer, AgentEnd, AgentFailure, AgentHello, AgentRequest
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.processes.worker import Losses, ProcessEnded, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
 
 log = logging.getLogger(__name__)
-MODULE = "rlpipe.agents.worker"
+MODULE = "rlpipe.extras.agents.worker"
 
 
 class AgentFault(Exception):

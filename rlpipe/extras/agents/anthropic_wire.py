@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, final
 
-from rlpipe.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
-from rlpipe.agents.rollout import GivenReplies
+from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
+from rlpipe.extras.agents.rollout import GivenReplies
 from rlpipe.records.prompt import Message
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}

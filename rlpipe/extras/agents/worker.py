@@ -1,4 +1,4 @@
-"""The process that runs an agent: `python -m rlpipe.agents.worker`, one rollout at a time.
+"""The process that runs an agent: `python -m rlpipe.extras.agents.worker`, one rollout at a time.
 
 First line in: {"agent"}; out: {} or {"error": message}. Then {"prompt", "base_url", "api_key"},
 out: {"reward", "metrics"} or {"reason", "message"}, or {"signal"} when the command was killed. An
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypedDict, final
 
 from rlpipe.base.errors import UserError
-from rlpipe.environments.protocol import Step, checked_step
+from rlpipe.processes.answers import checked_numbers
 from rlpipe.processes.kernel import kill_descendants, seclude
 from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
 from rlpipe.records.prompt import RewardPrompt
@@ -193,12 +193,11 @@ def outcome_of(said: Any) -> AgentEnd | AgentFailure:
     """
     said = said if isinstance(said, dict) else {}
     reward, metrics = (said.get(name) for name in ("reward", "metrics"))
-    given = Step(done=True, reward=0.0 if reward is None else reward, metrics={} if metrics is None else metrics)
     try:
-        checked = checked_step(given, [])
+        number, metrics = checked_numbers(0.0 if reward is None else reward, {} if metrics is None else metrics)
     except InvalidAnswer as error:
         return {"reason": "agent_invalid", "message": f"its outcome: {error}"}
-    return {"reward": None if reward is None else checked.reward, "metrics": checked.metrics}
+    return {"reward": None if reward is None else number, "metrics": metrics}
 
 
 def last_line(output: str) -> Any:

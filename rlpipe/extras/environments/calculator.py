@@ -13,7 +13,7 @@ import math
 import random
 import re
 
-from rlpipe.environments.protocol import Message, Step
+from rlpipe.extras.environments.protocol import Message, Step
 from rlpipe.records.prompt import Messages, RewardPrompt
 
 EXPRESSION_CHARS_MAX = 100

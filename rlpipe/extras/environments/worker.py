@@ -1,4 +1,4 @@
-"""The process that holds environments: `python -m rlpipe.environments.worker`.
+"""The process that holds environments: `python -m rlpipe.extras.environments.worker`.
 
 An event loop, in which many calls may be in progress.
 
@@ -23,8 +23,15 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
-from rlpipe.environments.protocol import DEFAULT_ROLES, Environment, Message, Step, checked_messages, checked_step
-from rlpipe.environments.wire import (
+from rlpipe.extras.environments.protocol import (
+    DEFAULT_ROLES,
+    Environment,
+    Message,
+    Step,
+    checked_messages,
+    checked_step,
+)
+from rlpipe.extras.environments.wire import (
     Answer,
     Dropped,
     EnvironmentHello,
@@ -73,7 +80,9 @@ def load(hello: EnvironmentHello) -> tuple[EnvironmentReady, Home]:
     methods = {method: getattr(environment, method, None) for method in ("start", "step")}
     missing = [name for name, method in methods.items() if not callable(method)]
     if missing:
-        raise UserError(f"rl.environment={name!r} has no method {missing[0]!r}: see rlpipe/environments/protocol.py")
+        raise UserError(
+            f"rl.environment={name!r} has no method {missing[0]!r}: see rlpipe/extras/environments/protocol.py"
+        )
     if not roles or not all(isinstance(role, str) and role != "assistant" for role in roles):
         raise UserError(
             f"rl.environment={name!r}: its roles are {roles}; they are names, and 'assistant' is the policy's"

@@ -4,12 +4,11 @@ to import nothing else of rlpipe.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlpipe.processes.answers import checked_numbers
 from rlpipe.processes.user_code import InvalidAnswer
 from rlpipe.records.prompt import Message, RewardPrompt, is_message
 
@@ -73,25 +72,9 @@ def checked_messages(said: Any, roles: list[str]) -> list[Message]:
 def checked_step(step: Any, roles: list[str]) -> Step:
     """A step as plain JSON has it; InvalidAnswer says what is wrong with it."""
     if not isinstance(step, Step):
-        raise InvalidAnswer(f"step gave {step!r:.200}, and must give an rlpipe.environments.protocol.Step")
+        raise InvalidAnswer(f"step gave {step!r:.200}, and must give an rlpipe.extras.environments.protocol.Step")
     messages = checked_messages(step.messages, roles)
     if not (step.done or messages):
         raise InvalidAnswer("step is neither done nor says anything")
-    if not isinstance(step.metrics, dict) or not all(map(_is_name, step.metrics)):
-        raise InvalidAnswer(f"metrics must be numbers by name (not 'reward'), and are {step.metrics!r:.200}")
-    for name, value in {"reward": step.reward, **step.metrics}.items():
-        if not _is_finite(value):
-            raise InvalidAnswer(f"{name} is {value!r:.200}, and must be a finite number")
-    metrics = {name: float(value) for name, value in step.metrics.items()}
-    return Step(messages, bool(step.done), float(step.reward), metrics)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value.isidentifier() and value.isascii() and value != "reward"
+    reward, metrics = checked_numbers(step.reward, step.metrics)
+    return Step(messages, bool(step.done), reward, metrics)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlpipe.agents.chat import ChatRequest, as_text
 from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion
+from rlpipe.extras.agents.chat import ChatRequest, as_text
 from rlpipe.records.prompt import Message, Messages, Tool
 
 
