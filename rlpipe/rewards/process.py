@@ -101,7 +101,8 @@ class ProcessScorer:
         except ProcessEnded as error:
             return "reward_crash", str(error)
         except TooManyLost as error:
-            reason = "reward_timeout" if error.is_late else "reward_crash"
+            is_function = self.losses_max is None  # of a model's batch no rollout is known to take too long
+            reason = "reward_timeout" if error.is_late and is_function else "reward_crash"
             self._given_up = reason, f"given up: {error}"
             return self._given_up
         except UserError as error:
