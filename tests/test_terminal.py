@@ -227,7 +227,10 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
             process.send_signal(signal.Signals[name])
         rest = process.stdout.read()
     assert process.returncode == 128 + signal.Signals[signals[0]]
-    said = f"rlpipe: stopped, after {SHORT_S:g} s in which not all was answered that it waited for: as if it was killed"
+    said = (
+        f"rlpipe: stopped after waiting {SHORT_S:g} s for calls that were not answered. Nothing committed is lost:"
+        " start the run again with the same command"
+    )
     assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"
 
 
