@@ -258,7 +258,7 @@ def test_the_plan_says_what_each_overlap_would_overlap() -> None:
     )
     refused = plan_lines(read_config("tiny", ["rl.oversampling=1.5"], PRESETS))
     assert any(
-        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': what an over-")
+        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': the partial rollouts")
         for line in refused
     )
 

@@ -248,4 +248,6 @@ def test_a_signal_ends_a_command_whose_event_loop_stands_still(name: str, tmp_pa
             said, _ = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.Signals[name] and said.startswith(f"rlpipe: stopped, after {SHORT_S:g} s")
+    assert process.returncode == 128 + signal.Signals[name] and said.startswith(
+        f"rlpipe: stopped after waiting {SHORT_S:g} s"
+    )
