@@ -81,10 +81,14 @@ app = typer.Typer(
 for name, command in (("run", run_command), ("resume", resume_command), ("fork", fork_command)):
     app.command(name)(command)
 
-Delete = Annotated[bool, typer.Option("--delete", help="delete them; else only list")]
+Delete = Annotated[bool, typer.Option("--delete", help="delete these files; by default they are only listed")]
 Lost = Annotated[
     int | None,
-    typer.Option(metavar="N", min=0, help="with --delete: the holder of lease N is lost, no process of it runs"),
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="with --delete: say that the process that held lease N has ended, and none of its child processes runs",
+    ),
 ]
 Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, policy, state, evaluation, ...")]
 
@@ -168,8 +172,8 @@ def verify(run: str, store: StoreUrl = STORE) -> None:
 
 @app.command()
 def gc(run: str, delete: Delete = False, lost: Lost = None, store: StoreUrl = STORE) -> None:
-    """List (or delete) what no manifest of a run names, nor may ever name: files of attempts that
-    died. Not while the run is worked on."""
+    """List (or delete) the files of a run that no manifest names and none can name later: those of
+    attempts that died. With --delete no process may work on the run."""
     swept = open_existing(readable_store(store), run)
     with contextlib.ExitStack() as stack:
         if delete:

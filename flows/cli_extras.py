@@ -29,13 +29,16 @@ Format = Literal["table", "csv", "json"]
 AtIteration = Annotated[
     int | None,
     typer.Option(
-        metavar="K", help="the iteration from which something is different; without: the one where most changes"
+        metavar="K", help="the iteration from which something is different; by default the one at which most changed"
     ),
 ]
-Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without what is named first")]
+Prove = Annotated[bool, typer.Option("--prove", help="run the fork that shows the reward without the first suspect")]
 Second = Annotated[
     str | None,
-    typer.Option(metavar="REWARD", help="score what is stored by this reward too, and show where the two part"),
+    typer.Option(
+        metavar="REWARD",
+        help="score the stored rollouts with this reward too, and show from where the two rewards differ",
+    ),
 ]
 
 
@@ -61,7 +64,10 @@ def sql(
     for fault in faults:
         echo(f"FAULT {fault}", err=True)
     if faults:
-        raise StoreError(f"the answer is without what is damaged: {len(faults)} faults; --run leaves other runs out")
+        raise StoreError(
+            f"the answer lacks what is damaged: {len(faults)} faults; rlpipe verify RUN lists the damaged files,"
+            " and --run asks other runs only"
+        )
 
 
 def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second = None, store: StoreUrl = STORE) -> None:
@@ -72,7 +78,7 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
     stored = open_existing(readable_store(store), run)
     if second is not None:
         if prove or at is not None:
-            raise UserError("--second compares two rewards over the whole run: leave --at and --prove away")
+            raise UserError("--second compares two rewards over the whole run: leave out --at and --prove")
         compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(COMMANDS["why --second"], "why")
         is_named = compare(stored, second, echo_all)
     else:

@@ -51,7 +51,7 @@ CreateService = Callable[[Store, PipelineConfig], RunService]
 IdleTimeout = Annotated[
     float,
     typer.Option(
-        min=0, help="seconds for which nobody works on the run, or prepares it, after which it ends; 0: never"
+        min=0, help="end after this many seconds in which no process works on the run or prepares it; 0: never"
     ),
 ]
 RunToJoin = Annotated[str, typer.Option("--run", help="the run to join")]
@@ -79,8 +79,8 @@ def evaluate(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Evaluate a committed policy of a run and print the metrics; of one
-    that was evaluated they are read."""
+    """Evaluate a committed policy of a run and print the metrics; when it was
+    evaluated before, print the stored metrics."""
     set_defaults()
     overrides = [*(sets or []), f"store={json.dumps(store)}"]
     config = override_config(open_existing(checked_store(store), run).config, overrides)
@@ -106,10 +106,12 @@ def export(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Copy a policy, verified, into a folder in HF format. One that was pruned is made again by a
-    trainer: --set trainer.* says where."""
+    """Copy a policy, verified, into a folder in HF format. A pruned policy is first made again by a
+    trainer: --set trainer.* says where it runs."""
     if others := [entry for entry in sets or [] if not entry.startswith("trainer.")]:
-        raise UserError(f"--set {others[0]}: a policy is as it was trained; what may be set is trainer.*")
+        raise UserError(
+            f"--set {others[0]}: the settings of a stored policy cannot change; only trainer.* may be set here"
+        )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     overrides = [*(sets or []), f"store={json.dumps(store)}"]
     config = override_config(open_existing(readable_store(store), run).config, overrides)
@@ -146,7 +148,7 @@ def trainer(
     idle_timeout_s: IdleTimeout = 0,
     sets: Sets = None,
 ) -> None:
-    """Join a run with this node's part of its trainer gang, until stopped
+    """Join a run with this node's trainer processes, until stopped
     (`trainer.place = "elsewhere"`)."""
     from rlpipe.trainer.process import GangService
 
@@ -161,14 +163,15 @@ def engine(context: typer.Context) -> None:
 def server(
     context: typer.Context,
     database: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="look at what `rlpipe run` kept in this file")
+        Path | None, typer.Option(metavar="FILE", help="show the flow runs that `rlpipe run` kept in this file")
     ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, envvar="PREFECT_SERVER_API_PORT", help="port of the server")
     ] = None,
 ) -> None:
-    """Prefect's server and UI on this machine, as runs want it; with --database FILE on what
-    `rlpipe run` kept there (`rlpipe server --help`: the options of `prefect server start`)."""
+    """Start Prefect's server and UI on this machine, with the settings that runs need; --database
+    FILE shows the flow runs that `rlpipe run` kept in this file (`rlpipe server --help`: the
+    options of `prefect server start`)."""
     if background := {"--background", "-b"} & {*context.args}:  # Prefect would start another server there, its own
         raise UserError(
             f"{background.pop()}: rlpipe server stays in front; start it with nohup and &, as the README does"
@@ -196,7 +199,7 @@ def _serve(
 
     async def until_over() -> str:
         if others := [entry for entry in sets or [] if not entry.startswith(f"{section}.")]:
-            raise UserError(f"--set {others[0]}: what a service may set is {section}.*; the rest is the run's")
+            raise UserError(f"--set {others[0]}: only {section}.* may be set here; the run has the other settings")
         opened = checked_store(store)
         watch = RunWatch(opened, run, idle_timeout_s)
         service = create(opened, override_config(await config_of(watch), sets or []))

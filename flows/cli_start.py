@@ -37,11 +37,14 @@ Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's n
 Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
 At = Annotated[
     str,
-    typer.Option(metavar="K|sft", help="the newest iteration that is shared, or the one that is redone; sft: none is"),
+    typer.Option(
+        metavar="K|sft",
+        help="the newest iteration to share, or with --redo the one to do again; sft: share the SFT only",
+    ),
 ]
 Redo = Annotated[
     Literal["score", "filter", "train"] | None,
-    typer.Option(help="redo iteration K from this stage on; samples nothing"),
+    typer.Option(help="do iteration K again from this stage on, without sampling"),
 ]
 
 
@@ -55,7 +58,9 @@ def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
     set_defaults()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     if run == "":  # of a script whose variable is not set, each night would be a new run
-        raise UserError("--run '': the name is empty; leave --run away for a name made of the preset and the time")
+        raise UserError(
+            "--run '': the name is empty; leave out --run, and rlpipe makes a name of the preset and the time"
+        )
     config = config_of(source, sets, run)
     if not config.run:
         config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
@@ -71,8 +76,8 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     for entry in sets or []:
         if (name := entry.split("=")[0].strip()) in ("run", "store"):
             raise UserError(
-                f"--set {entry}: a run goes on under its name, in its store; leave {name} away (--store names the"
-                " store)"
+                f"--set {entry}: a run goes on under its own name, in its own store; leave out {name} (--store names"
+                " the store)"
             )
     opened = checked_store(store)
     stored = last_started(opened, open_existing(opened, run).name)
@@ -80,8 +85,10 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     standing = find_run(opened, config)
     assert standing is not None, f"run {run} was opened just now"
     if standing.has_base and standing.sft_complete and standing.num_iterations >= config.rl.num_iterations:
-        done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all of its SFT"
-        echo(f"run {run} has {done}; more: {way_to_resume(config)} --set rl.num_iterations=N")
+        done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all its SFT"
+        echo(
+            f"run {run} has already done {done}; for more iterations: {way_to_resume(config)} --set rl.num_iterations=N"
+        )
     preflight_of(config)
     run_to_end(config)
 
@@ -106,7 +113,8 @@ def fork_command(
     overrides = [*(sets or []), f"run={json.dumps(new)}", f"store={json.dumps(store)}"]
     if redo and any(entry.replace(" ", "").startswith("rl.num_iterations=") for entry in overrides):
         raise UserError(
-            f"--redo ends with iteration {at}: leave rl.num_iterations away, and go on with rlpipe resume after it"
+            f"--redo ends with iteration {at}: leave out rl.num_iterations, and run more iterations with rlpipe resume"
+            " afterwards"
         )
     parent, newest = open_existing(checked_store(store), run), iteration_of(at)
     check_committed(parent, newest, redo or "")

@@ -40,8 +40,8 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
         if iteration < config.rl.num_iterations and not reason and not session.run.redoes(iteration):
             first = "the policy is evaluated, then " if iteration == 0 and config.sets("evaluation") else ""
             say(
-                f"RL: engines and trainer start where they are not up (logs: {session.data.folder}), {first}a line an"
-                " iteration"
+                f"RL: engines and trainer start if they do not run yet (logs: {session.data.folder}), {first}each"
+                " iteration prints a line"
             )
             if config.trainer.place == "deployment":
                 # before the engines: of two runs that each hold one of two full pools, both would

@@ -39,8 +39,8 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
         steps = config.sft.segment_steps
         losses = await asyncio.to_thread(validation_losses, run, first)
         if first < total:
-            slow = f"some ten seconds, minutes for a large model; log: {session.data.folder}/trainer.log"
-            say(f"SFT: the trainer starts where it is not up ({slow}), then a line every {steps} steps")
+            slow = f"about ten seconds, minutes for a large model; log: {session.data.folder}/trainer.log"
+            say(f"SFT: the trainer starts if it does not run yet ({slow}), then every {steps} steps print a line")
         with bar("SFT", config.sft.num_steps, min(first * steps, config.sft.num_steps), "step") as progress:
             for segment in range(first, total):
                 if out_of_patience(config.sft, losses):
@@ -79,7 +79,7 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
     if not has_base:
         maker = "is copied" if session.config.model.path else "is made by the trainer, which starts"
         made = f"the model {maker} (seconds, minutes for a large one)"
-        say(f"tokenizer, base model and SFT data come into the store: {made}")
+        say(f"tokenizer, base model and SFT data are written to the store: {made}")
     base = await prepare(session)
     data = await prepare_sft_data(session, tokenizer=base.ref)
     track_data(session, "sft")

@@ -37,8 +37,8 @@ def bound_end(number: int) -> None:
         time.sleep(END_S)
         with contextlib.suppress(OSError):
             echo(
-                f"rlpipe: stopped, after {END_S:g} s in which not all was answered that it waited for: as if it was"
-                " killed",
+                f"rlpipe: stopped after waiting {END_S:g} s for calls that were not answered. Nothing committed is"
+                " lost: start the run again with the same command",
                 err=True,
             )
         os._exit(128 + number)

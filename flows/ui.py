@@ -72,7 +72,9 @@ def only_shown() -> Iterator[None]:
         with hurrying():
             yield
     except (PrefectException, httpx.HTTPError, OSError) as error:
-        get_run_logger().warning("the UI lacks something: %s: %s", type(error).__name__, error)
+        get_run_logger().warning(
+            "Prefect's UI does not show everything of this run: %s: %s", type(error).__name__, error
+        )
 
 
 async def publish_iteration(session: Session, record: IterationRecord) -> None:

@@ -140,7 +140,7 @@ def service_starter(config: PipelineConfig) -> StartService:
 
 @task(
     name="start_service",
-    description="Starts a node of the trainer gang, or of the engines, as a run of its deployment.",
+    description="Starts a node of the trainer, or of the engines, as a flow run of its deployment.",
     task_run_name="start {kind} {node}",
     retries=RETRIES,
     retry_delay_seconds=5,

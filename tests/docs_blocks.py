@@ -48,6 +48,9 @@ NOT_HERE: dict[str, dict[str, str]] = {
             "SGLang is installed by `make test-sglang`, whose suites run against it"
         )
     },
+    "docs/gpu.md": {
+        ".venv/bin/python scripts/gpu_smoke.py": "ten minutes on a GPU: test_gpu_first.py runs parts of it on a CPU"
+    },
     "docs/models.md": {
         "make smollm2": "minutes with a real model: test_e2e_smollm2.py runs the same preset, shortened",
         ".venv/bin/python speak.py": "asks what the block above trained: test_e2e_smollm2.py does it with its own run",

@@ -239,7 +239,10 @@ def test_torn_and_foreign_adapters_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "fault"),
     [
-        (["model.adapter_rank=4"], r"model\.adapter_rank=4: no adapter is trained; set model\.adapter = 'lora'"),
+        (
+            ["model.adapter_rank=4"],
+            r"model\.adapter_rank=4: no adapter is trained \(model\.adapter = 'none'\); set model\.adapter = 'lora'",
+        ),
         (["model.adapter_targets=['q_proj']"], r"model\.adapter_targets=\['q_proj'\]: no adapter is trained"),
         (["model.adapter=lora", "model.adapter_rank=0"], r"model\.adapter_rank=0"),
         (["model.adapter=dora"], r"model\.adapter='?dora"),

@@ -253,7 +253,7 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["rl.environment=calculator"], r"rl\.agent='three_calls:agent': has a loop of its own"),
+        (["rl.environment=calculator"], r"rl\.agent='three_calls:agent': cannot be used with rl\.environment="),
         (["rl.oversampling=2"], r"rl\.oversampling=2"),
         (
             ["rl.branches=all", "rl.agent=", "rl.environment=calculator"],
@@ -263,7 +263,7 @@ async def test_a_process_that_takes_over_samples_only_what_was_not_kept(
             ["rl.branches=all", "rl.rollouts_from=run:b"],
             r"rl\.branches='all': rl\.rollouts_from='run:b' gives rollouts without",
         ),
-        (["rl.agent="], r"rl\.rewards: 'environment' is what an environment, or an agent, gives"),
+        (["rl.agent="], r"rl\.rewards: the reward 'environment' is given by an environment or an agent"),
     ],
 )
 def test_what_an_agent_cannot_go_with_is_refused(sets: list[str], said: str) -> None:

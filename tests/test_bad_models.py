@@ -59,7 +59,10 @@ def test_faults_of_the_model_its_tokenizer_and_the_prompts_are_said_at_once(fold
     with pytest.raises(UserError) as refused:
         preflight(with_model(folder, "model.chat_template='{{ 1 / 0 }}'"))
     first, second = str(refused.value).splitlines()
-    assert f"model.path={folder}: " in first and "the chat template refuses a conversation (ZeroDivisionError" in second
+    assert (
+        f"model.path={folder}: " in first
+        and "the chat template raises an error for a conversation (ZeroDivisionError" in second
+    )
     assert not (folder.parent / "store").exists()
 
 

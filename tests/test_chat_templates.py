@@ -196,5 +196,5 @@ def test_the_arguments_reach_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}')
     chat = ChatTokenizer.from_folder(tmp_path, TOOLS, {"tools": [TOOL]})
     assert '"name": "add"' in text_of(chat, chat.encode_prompt([USER]))
-    with pytest.raises(ValueError, match=r"model\.chat_template_args: messages comes from data and stage; remove it"):
+    with pytest.raises(ValueError, match=r"model\.chat_template_args: rlpipe itself sets messages; remove it"):
         PipelineConfig(model=ModelConfig(chat_template_args={"messages": []}))

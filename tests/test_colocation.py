@@ -76,7 +76,7 @@ def config(*sets: str) -> PipelineConfig:
         (
             ["rl.overlap=iteration", "rl.importance=token_truncate"],
             (
-                r"rl\.overlap='iteration': trains and samples at once, .*set rl\.overlap = 'none', or "
+                r"rl\.overlap='iteration': trains and samples at the same time, .*set rl\.overlap = 'none', or "
                 r"engines\.colocate = false"
             ),
         ),
@@ -84,7 +84,7 @@ def config(*sets: str) -> PipelineConfig:
             [*ONE_GPU, "engines.gpu_ids=[1]"],
             r"engines\.gpu_ids=\[1\]: with engines\.colocate .* the trainer, \[0\]; name the same",
         ),
-        (["engines.kind=vllm"], r"engines\.kind='vllm': gives back the memory of GPUs only, .*kind = 'local'"),
+        (["engines.kind=vllm"], r"engines\.kind='vllm': frees only the memory of GPUs, .*kind = 'local'"),
     ],
 )
 def test_what_keeps_them_from_sharing_is_refused_by_name(sets: list[str], line: str) -> None:
@@ -96,7 +96,7 @@ def test_one_gpu_trains_and_samples_and_is_counted_once() -> None:
     assert gpus_held(config(*ONE_GPU), "sft") == gpus_held(config(*ONE_GPU), "rl") == 1
     two = config(*ONE_GPU, "trainer.gpu_ids=[0,1]", "trainer.ranks=2", "engines.gpu_ids=[1,0]")
     assert gpus_held(two, "rl") == 2
-    with pytest.raises(UserError, match=r"give each GPU to one of them, or set engines\.colocate = true"):
+    with pytest.raises(UserError, match=r"give each GPU to one of the two, or set engines\.colocate = true"):
         read_config("tiny", ONE_GPU, PRESETS)
     assert config().engines.colocate  # on a CPU, for tests
     assert read_config("one-gpu", [], PRESETS).engines.colocate
@@ -289,7 +289,7 @@ async def test_a_call_that_does_not_end_keeps_no_release_waiting_for_ever(monkey
     engine = SlowEngine("a", 0.01)
     async with slow_pool(engine, progress_timeout_s=0.1) as pool:  # short: what is given up after it
         pool._num_calls = 1
-        with pytest.raises(EngineError, match="1 calls that sample do not end"):
+        with pytest.raises(EngineError, match="1 sampling calls do not end"):
             await pool.release([])
         pool._num_calls = 0
         await pool.release([])

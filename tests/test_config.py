@@ -70,8 +70,11 @@ def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message:
         (["gamma=0.9"], "estimator grpo gives all tokens of a rollout one advantage.*use gamma = 1"),
         (["gamma=0.9", "estimator=reinforce_plus_plus_baseline"], "discounts nothing"),
         (["kl=reward", "kl_coef=0.1", "estimator=maxrl"], "maxrl divides by the mean reward"),
-        (["dual_clip=3.0", "objective=cispo"], "objective cispo has no such clip"),
-        (["objective=dppo"], "with objective dppo the ratio is .* use importance = 'none'"),
+        (["dual_clip=3.0", "objective=cispo"], "objective cispo does not use dual_clip"),
+        (
+            ["objective=dppo"],
+            "with objective dppo the ratio already compares with the logprobs of the engine.* use importance = 'none'",
+        ),
         (
             ["proximal=engine"],
             r"^rl\.importance='token_truncate': with rl\.proximal='engine' the ratio .* use importance = 'none'",
@@ -82,18 +85,18 @@ def test_a_bad_value_is_refused_with_field_value_and_fix(override: str, message:
         ),
         (
             ["proximal=engine", "importance=none", "rollouts_from=run:b"],
-            r"^rl\.proximal='engine': what sampled run:b is no engine",
+            r"^rl\.proximal='engine': no engine of this run sampled the rollouts of run:b",
         ),
         (["objective=dppo", "importance=none", "clip_high=1.5"], "clip_high below 1"),
         (["importance_low=2.0"], "importance_low below importance_high"),
         (["importance_low=0.5", "importance=sequence_mask"], "sequence_mask has no lower bound"),
         (["importance_low=0.5", "importance=none"], "none has no lower bound"),
-        (["on_mismatch=fail", "oversampling=1.5"], "the policy's own change"),
-        (["on_mismatch=fail", "overlap=iteration"], "the policy's own change"),
+        (["on_mismatch=fail", "oversampling=1.5"], "also contains the change of the policy"),
+        (["on_mismatch=fail", "overlap=iteration"], "also contains the change of the policy"),
         (["overlap=iteration", "importance=none"], r"^rl\.overlap='iteration': .* set rl\.importance"),
         (["overlap=iteration", "oversampling=1.5"], "use oversampling = 1"),
-        (["overlap=iteration", "train_stale_tokens=false"], "leave it true"),
-        (["overlap=iteration", "rollouts_from=run:b"], "there is nothing to overlap"),
+        (["overlap=iteration", "train_stale_tokens=false"], "would train on none of them; set it to true"),
+        (["overlap=iteration", "rollouts_from=run:b"], "nothing can overlap"),
     ],
 )
 def test_algorithms_that_make_no_sense_together_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
@@ -255,7 +258,7 @@ def test_the_plan_says_what_each_overlap_would_overlap() -> None:
     )
     refused = plan_lines(read_config("tiny", ["rl.oversampling=1.5"], PRESETS))
     assert any(
-        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': what an over-")
+        line.startswith("  overlap iteration would be refused: rl.overlap='iteration': the partial rollouts")
         for line in refused
     )
 

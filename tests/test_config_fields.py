@@ -35,18 +35,18 @@ def test_every_field_is_there_once_with_its_default_bounds_and_whether_it_may_ch
     lines = "\n".join(field_lines())
     for line in (
         (
-            "seed = 0: The one seed; all randomness derives from it [whole number, from 0, "
+            "seed = 0: Seed from which all random numbers of the run are derived [whole number, from 0, "
             "at most 2147483647; fixed for a run]"
         ),
         (
-            "rl.mismatch_max = 0.05: Largest expected mean |trainer's - engine's logprobs| at the start [number, "
-            "above 0; may change]"
+            "rl.mismatch_max = 0.05: Largest mean |trainer's - engine's logprobs| that is expected at the start of an "
+            "iteration [number, above 0; may change]"
         ),
         (
-            "engines.hung_timeout_s = 60: An engine that is unwell for so long is restarted, s [number (s), above 0, "
-            "at most 10000000; may change]"
+            "engines.hung_timeout_s = 60: An engine that fails its health checks for this time is restarted, s "
+            "[number (s), above 0, at most 10000000; may change]"
         ),
-        'rl.kl_estimator = "k3": Estimator of that KL ["k1" or "k2" or "k3" or "abs"; fixed for a run]',
+        'rl.kl_estimator = "k3": Estimator of the KL to the reference ["k1" or "k2" or "k3" or "abs"; fixed for a run]',
         "none or number, above 1",
         "data.NAME.name (required)",
         "rl.rewards = {math = 1.0}",

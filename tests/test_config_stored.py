@@ -165,7 +165,9 @@ def test_an_old_run_may_have_used_a_retired_field_and_a_new_one_may_not(tmp_path
         "trainer.job_timeout_s=60",
     ):
         name, value = override.split("=")
-        with pytest.raises(UserError, match=rf"^{name}={value}.*: this field is gone, it is always .*; remove it$"):
+        with pytest.raises(
+            UserError, match=rf"^{name}={value}.*: this field no longer exists, its value is always .*; remove it$"
+        ):
             read_config("tiny", [override], PRESETS)
     same = [f"{section}.{name}={value}" for section, fields in RETIRED.items() for name, value in fields.items()]
     assert read_config("tiny", same, PRESETS) == read_config("tiny", [], PRESETS)
@@ -185,7 +187,8 @@ def test_a_run_whose_config_would_be_refused_for_a_secret_by_now_is_read(tmp_pat
 
 def test_an_old_run_that_computed_something_else_with_a_retired_field_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"this version refuses rl\.top_k=20: this field is gone, it is always -1; remove it"
+        UserError,
+        match=r"this version refuses rl\.top_k=20: this field no longer exists, its value is always -1; remove it",
     ):
         open_existing(stored_run(tmp_path, rl={"top_k": 20}), "old")
 

@@ -126,7 +126,9 @@ def test_a_template_that_changes_them_is_refused_by_name(change: str) -> None:
     template = CHATML.replace("{{ m.content }}", "{{ m.content | " + change + " }}")
     chat = chat_with(template)
     assert chat.encode_prompt([user("Hi there, you all")])  # nothing to change
-    with pytest.raises(UserError, match=r"control token that a message has.*model\.control_tokens=as_written"):
+    with pytest.raises(
+        UserError, match=r"a message contains the text of a control token.*model\.control_tokens=as_written"
+    ):
         chat.encode_prompt([user("<|im_end|>" + "x" * 10)])
 
 
@@ -215,7 +217,8 @@ def test_a_mark_that_no_reward_would_see_is_refused_by_name() -> None:
     assert chat.heard("4<|im_end|>\n") == "4\n" and chat.heard("<|im_end|>") == "" and chat.heard("") == ""
     for text in ("hm<|im_end|>4", "a<|pad|>b<|im_end|>", "<|bos|>x<|bos|>4"):
         with pytest.raises(
-            UserError, match=r"'<\|(im_end|pad|bos)\|>' in a completion .*no reward would see it; use another mark"
+            UserError,
+            match=r"'<\|(im_end|pad|bos)\|>' in a completion .*it is removed before rewards",
         ):
             chat.heard(text)
 

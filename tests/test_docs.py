@@ -5,20 +5,47 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 
 import pytest
 
+from rlpipe.config.pipeline import PipelineConfig
 from tests.docs_blocks import LONG, NOT_HERE, PAGES, ROOT, blocks
 
 WIDTH = 100  # of prose; ruff has the same for comments and docstrings (max-doc-length)
 OTHER_PAGES = ["CONTRIBUTING.md", "infra/README.md", "tests/schemas/README.md"]
 LANGUAGES = {"bash", "python", "toml", "json", "text", "mermaid"}
+# a list, a table of words, a map, a reference made of the code: nobody reads them from the top
+LOOKED_UP = ("README.md", "docs/index.md", "docs/glossary.md", "docs/architecture.md", "docs/config.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_has_a_language(page: str) -> None:
     fences = re.findall(r"^```(.*)$", (ROOT / page).read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[::2]) <= LANGUAGES and set(fences[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LOOKED_UP])
+def test_a_page_opens_with_what_it_is_for_and_a_block_that_runs(page: str) -> None:
+    """A bash or python block runs in test_e2e_docs.py or is listed with why not; a toml block is
+    tried below."""
+    title, _, opening = re.split(r"^## ", (ROOT / page).read_text(), maxsplit=1, flags=re.M)[0].partition("\n\n")
+    assert title.startswith("# ") and opening.startswith("This page is for "), page
+    assert re.search(r"^```(bash|python|toml)$", opening, re.M), f"{page}: no such block above its first heading"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_config_of_a_page_is_taken(page: str) -> None:
+    """Each toml block, put over the preset tiny, makes a valid config."""
+    for block in re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M):
+        tree = tomllib.loads((ROOT / "flows" / "presets" / "tiny.toml").read_text())
+        tree["model"]["context_tokens_max"] = 2048  # room for the completions of the pages
+        for name, value in tomllib.loads(block).items():
+            if isinstance(value, dict):
+                tree[name] = {**tree.get(name, {}), **value}
+            else:
+                tree[name] = [*tree["data"], *value] if name == "data" else value
+        PipelineConfig.model_validate(tree)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -106,7 +106,7 @@ def test_the_trainer_is_killed_in_the_middle_of_an_upload_and_sampling_goes_on(
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)
-    assert "is made again" in (folder.path / "output.log").read_text()
+    assert "makes the files of" in (folder.path / "output.log").read_text()
     check(folder, undisturbed, committed)
 
 

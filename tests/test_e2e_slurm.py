@@ -125,7 +125,7 @@ def test_jobs_that_wait_in_the_queue_longer_than_anything_is_waited_for_keep_the
     flow = slurm.run("sbatch", "--parsable", "--job-name=rlpipe-held", FLOW, "my.toml", "held", store, cwd=here).strip()
     log = here / f"rlpipe-held-{flow}.log"
     said = re.compile(
-        r"no gang of the run answered within 1[2-9]\d s; Slurm job rlpipe-held-trainer: .* PENDING \(Resources\)"
+        r"no trainer of the run answered within 1[2-9]\d s; Slurm job rlpipe-held-trainer: .* PENDING \(Resources\)"
     )
 
     def held() -> bool:

@@ -166,7 +166,7 @@ def test_redone_otherwise_it_differs_survives_a_kill_goes_on_and_can_be_redone_i
 def test_a_redo_that_would_change_what_it_shares_is_refused(folder: Folder) -> None:
     for redo, override, needle in (
         ("filter", LENGTH, "shares scores, so rl.rewards cannot change"),
-        ("train", "rl.num_iterations=9", "leave rl.num_iterations away"),
+        ("train", "rl.num_iterations=9", "leave out rl.num_iterations"),
     ):
         code, output = folder.rlpipe(*fork(folder, "refused", redo, override))
         assert code == 2, output

@@ -112,7 +112,7 @@ async def test_engines_have_the_same_bits_whichever_way_a_policy_travelled(
             assert (await world.held(again))[0] != sent[0]
             seconds["disk"].append(await world.serve(made, sender=None))
             assert await world.held(made) == sent, "the same checksum, and the same logprobs to the bit"
-        assert "is read from disk" not in caplog.text and "restarting" not in caplog.text
+        assert "loaded from disk" not in caplog.text and "restarting" not in caplog.text
         print("seconds of a reload:", {way: [round(value, 3) for value in values] for way, values in seconds.items()})
 
 
@@ -124,7 +124,7 @@ async def test_what_goes_wrong_on_the_way_ends_with_the_policy_of_the_disk(
         late = await world.make(2)
         await world.make(3)  # the trainer goes on
         await world.serve(late)
-        assert "the trainer does not offer it: not resident" in caplog.text
+        assert "the trainer refused to offer weights: not resident" in caplog.text
         caplog.clear()
         await world.serve(late, sender=None)
         assert not caplog.text, "it is served"
@@ -132,6 +132,6 @@ async def test_what_goes_wrong_on_the_way_ends_with_the_policy_of_the_disk(
         wrong = await world.make(4)
         other = await world.make(5)
         await world.serve(wrong, sender=other.nearby.sender)
-        assert "it sent files" in caplog.text
+        assert "the trainer sent the files" in caplog.text
         held = await world.held(wrong)
         assert len(held) == 2 and held[0] == held[1]

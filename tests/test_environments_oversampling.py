@@ -210,5 +210,7 @@ async def test_a_fork_with_another_environment_does_not_go_on_with_what_was_carr
     check_carried(same)
     for sets, name in ((["rl.environment="], "''"), (["rl.environment_args={a = 1}"], "'calculator'")):
         planned = planned_fork(world.session.run, at, world.config("run=b", *sets))
-        with pytest.raises(UserError, match=rf"rl.environment={name}: \d+ groups that iteration {at} carried"):
+        with pytest.raises(
+            UserError, match=rf"rl.environment={name}: iteration {at} left \d+ groups with partial rollouts"
+        ):
             check_carried(planned)

@@ -511,10 +511,10 @@ def test_metrics_are_means_over_rollouts_and_none_without_an_environment() -> No
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["rl.environment="], "name one as rl.environment"),
+        (["rl.environment="], "set rl.environment"),
         (
             ["rl.environment=", "rl.environment_args={a = 1}", "rl.rewards={exact = 1.0}"],
-            "environment_args without an environment",
+            "rl.environment_args: there is no environment to give them to",
         ),
     ],
 )

@@ -321,7 +321,7 @@ def test_who_was_taken_over_is_told_by_whom_and_does_no_more(store: Store, monke
     time.sleep(0.1)
     assert store.read(f"{ROOT}/lease/000000.json") == beats, "no beat after that"
     first.release()
-    with pytest.raises(StoreError, match="was given back"), first.deed():
+    with pytest.raises(StoreError, match="was released"), first.deed():
         raise AssertionError("a deed after the end")
 
 

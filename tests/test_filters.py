@@ -162,7 +162,8 @@ def test_two_lengths_are_a_band_that_holds_its_ends_and_is_not_empty() -> None:
     groups = [group([0, 1], lengths=lengths) for lengths in ([4, 6], [4, 5], [5, 6])]
     assert apply_filters(groups, resolve_filters(ends)) == ([0], {1: "too_short", 2: "too_long"})
     with pytest.raises(
-        UserError, match=r"rl\.filters\.minimum_length=5\.5: is above reasonable_length=5, and no group lies"
+        UserError,
+        match=r"rl\.filters\.minimum_length=5\.5: is above rl\.filters\.reasonable_length=5, so no group passes both",
     ):
         check_thresholds({"reasonable_length": 5.0, "minimum_length": 5.5})
 

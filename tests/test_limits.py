@@ -109,7 +109,7 @@ def test_a_bound_that_is_exceeded_is_named_with_what_to_do(sets: list[str], metr
     ("sets", "message"),
     [
         (["stop.kl_max=0.1"], "no KL to a reference is computed"),
-        (["budget.gpu_h=1"], "so none is ever spent; use budget.wall_clock_h"),
+        (["budget.gpu_h=1"], "so no GPU hour is ever spent; use budget.wall_clock_h"),
         (["budget.rollout_tokens=-1"], r"budget\.rollout_tokens=-1"),
         (["rl.on_mismatch=stop", "rl.oversampling=2"], "use on_mismatch = 'warn'"),
     ],

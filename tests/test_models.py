@@ -110,7 +110,7 @@ def test_a_folder_does_not_choose_how_attention_is_computed() -> None:
 def test_what_nothing_makes_again_is_named() -> None:
     lm = empty_model(small_config(AutoConfig.for_model("llama"))).to_empty(device="cpu")
     lm.register_buffer("secret", torch.ones(3), persistent=False)
-    with pytest.raises(UserError, match="nothing makes its secret again"):
+    with pytest.raises(UserError, match="its code does not compute its buffers secret"):
         restore_buffers(lm)
 
 

@@ -449,9 +449,9 @@ async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_
     assert (await world.iterate(2))["rollout/groups_carried"] == 0
     for parent, at, sets, said in (
         (run, 1, ["rl.environment=calculator"],
-         r"rl\.environment='calculator': \d+ groups that iteration 1 carried.*fork that run at 2"),
+         r"rl\.environment='calculator': iteration 1 left \d+ groups with partial rollouts.*fork that run at 2"),
         (run, 1, ["rl.temperature=0.5"],
-         r"rl\.temperature differs .* iteration 1 carried: keep it, or set rl\.train_stale_tokens"),
+         r"rl\.temperature .* partial rollouts that iteration 1 left: keep .* or set rl\.train_stale_tokens"),
         (run, 1, ["rl.temperature=0.5", "rl.train_stale_tokens=false"], ""),
         (world.session.run, 2, ["rl.environment=calculator"], ""),
     ):  # fmt: skip

@@ -62,7 +62,9 @@ def test_a_rollout_with_all_that_there_is_passes_however_floats_add_up(weights: 
 
 def test_a_threshold_above_what_the_weights_allow_is_told() -> None:
     impossible = config("rl.rewards={exact = 0.5}", "evaluation.pass_threshold=1.0")
-    assert "above 0.5, the best that the weights of the rewards allow" in why_none_passes(impossible, "rl", None)
+    assert "is above 0.5, the best reward that the weights of the rewards allow" in why_none_passes(
+        impossible, "rl", None
+    )
     assert "above 0.5" in why_none_passes(impossible, "rl", 0.5)
     assert not why_none_passes(config("rl.rewards={exact = 0.5}"), "rl", None)
     assert not why_none_passes(impossible, "rl", 1.0)  # a reward that gives more than 1
@@ -71,7 +73,7 @@ def test_a_threshold_above_what_the_weights_allow_is_told() -> None:
 def test_trial_rollouts_of_which_none_passes_are_told() -> None:
     plain = config("rl.rewards={exact = 0.5}")
     assert not why_none_passes(plain, "rl", 0.5)
-    assert "no trial rollout passes, the best has 0.25" in why_none_passes(plain, "rl", 0.25)
+    assert "no trial rollout passes, the best one has the reward 0.25" in why_none_passes(plain, "rl", 0.25)
 
 
 def test_what_trial_rollouts_get_is_known_where_it_can_be() -> None:
@@ -98,7 +100,7 @@ def test_a_field_that_is_gone_hides_no_other_fault() -> None:
         config("rl.top_k=50", "rl.clip_highh=0.3", "model.hidden_size=130", "sft.patience=3")
     lines = str(refused.value).splitlines()
     assert lines[:2] == [
-        "rl.top_k=50: this field is gone, it is always -1; remove it",
+        "rl.top_k=50: this field no longer exists, its value is always -1; remove it",
         "rl.clip_highh=0.3: no such field; did you mean rl.clip_high?",
     ]
     assert [line.split("=")[0].split(":")[0] for line in lines[2:]] == ["model.hidden_size", "sft.patience"]

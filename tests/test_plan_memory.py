@@ -145,7 +145,7 @@ def test_the_lines_of_a_plan_add_up() -> None:
     )  # 2 bytes a parameter, of 16 ranks
     sharing = read_config("multi-node", ["trainer.split_over=gang", "trainer.context_ranks=2"], PRESETS)
     assert (
-        "a microbatch of 16384 tokens of rows that 2 ranks share 3.00"
+        "a microbatch of 16384 tokens of rows that 2 ranks split 3.00"
         in memory_lines(sharing, ModelSizes(16 * GIB, GIB, GIB, 2**10, 3 * GIB))[1]
     )
     away = read_config("multi-node", ["trainer.split_over=gang", "trainer.offload=optimizer"], PRESETS)

@@ -218,7 +218,7 @@ async def test_a_fault_that_comes_while_groups_wait_ends_the_wait() -> None:
 async def test_without_any_engine_the_wait_has_an_end() -> None:
     pool = await pool_of(PlayedHost([]), timeout_s=SHORT_S)
     async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(EngineError, match="no engine was well"):
+        with pytest.raises(EngineError, match="no engine was healthy"):
             await pool.generate(groups(1))
 
 

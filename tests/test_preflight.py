@@ -126,7 +126,9 @@ def test_rewards_are_tried_on_what_is_left_of_a_completion_once_it_was_tokens(fo
     preflight(shown("<|user|>{answer}<|end|>", "reads_a_role"))  # a mark that is a special token stays
     with pytest.raises(UserError, match="substring not found"):  # texts have it, and what is sampled never does
         preflight(shown("{answer}<|end|>", "reads_the_end"))
-    with pytest.raises(UserError, match=r"'<\|pad\|>' in a completion \('no<\|pad\|>.*no reward would see it"):
+    with pytest.raises(
+        UserError, match=r"'<\|pad\|>' in a completion \('no<\|pad\|>.*it is removed before rewards are computed"
+    ):
         preflight(shown("no<|pad|>{answer}", "reads_a_role"))
 
 

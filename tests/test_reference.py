@@ -154,7 +154,7 @@ def test_preflight_refuses_a_reference_before_anything_is_written(
     monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
     monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
     (fault,) = look_at(with_kl(tmp_path, folder_of(tmp_path))).faults
-    assert "rl.reference=" in fault and "its vocabulary is another one" in fault
+    assert "rl.reference=" in fault and "its vocabulary differs in" in fault
     run = made(with_kl(tmp_path, "run:gone"))
     with pytest.raises(UserError, match=r"rl\.reference='run:gone': no run 'gone'"):
         preflight.preflight(run.config)

@@ -108,8 +108,8 @@ def test_the_store_is_named_where_it_is_not_the_default_one(tmp_path: Path, monk
 def test_what_cannot_be_resumed_is_refused_with_the_reason(store: Store) -> None:
     assert "no run 'a' in" in resume(store, "a")
     run = create_or_continue(tiny(store))
-    assert "a run goes on under its name" in resume(store, "a", "--set", "run=b")
-    assert "a run goes on under its name" in resume(store, "a", "--set", "store = elsewhere")
+    assert "a run goes on under its own name" in resume(store, "a", "--set", "run=b")
+    assert "a run goes on under its own name" in resume(store, "a", "--set", "store = elsewhere")
     assert "rl.num_iteration=3: no such field" in resume(store, "a", "--set", "rl.num_iteration=3")
     held = lease.acquire(store, run.root)
     try:

@@ -437,13 +437,14 @@ def test_what_is_kept_may_change_between_two_starts_and_has_rules(tmp_path: Path
     assert run_of(store, *KEPT).config.checkpoint.keep_states == 1
     overlap = ["rl.overlap=iteration", "rl.importance=token_truncate"]
     with pytest.raises(
-        UserError, match=r"^checkpoint\.keep_policies_last=1: with rl\.overlap='iteration' the version before"
+        UserError,
+        match=r"^checkpoint\.keep_policies_last=1: with rl\.overlap='iteration' engines sample with the version before",
     ):
         read_config("tiny", [*overlap, "checkpoint.keep_policies_last=1"], PRESETS)
     for number in (0, 2):
         read_config("tiny", [*overlap, f"checkpoint.keep_policies_last={number}"], PRESETS)
     with pytest.raises(
-        UserError, match=r"^checkpoint\.keep_policies_every=5: all policies stay with checkpoint\.keep_policies_last=0"
+        UserError, match=r"^checkpoint\.keep_policies_every=5: has no effect, because checkpoint\.keep_policies_last=0"
     ):
         read_config("tiny", ["checkpoint.keep_policies_every=5"], PRESETS)
 

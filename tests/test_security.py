@@ -166,7 +166,7 @@ def test_a_key_that_leads_out_of_the_store_is_refused(key: str, tmp_path: Path) 
     for what in (store.read, store.exists, store.delete, lambda each: store.put(each, b"x")):
         with pytest.raises(UserError, match="no key of the store"):
             what(key)
-    with pytest.raises(UserError, match="no reference"):
+    with pytest.raises(UserError, match="is not a reference to an artifact"):
         ArtifactRef.from_json({"folder": key, "sha256": "0" * 64})
 
 
@@ -181,7 +181,7 @@ def test_a_key_stays_below_the_store(key: str) -> None:
                           {"folder": 3, "sha256": "0" * 64},
                                    {"folder": "a", "sha256": "../" * 4 + "0" * 52}])  # fmt: skip
 def test_what_is_no_reference_is_refused(value: Any) -> None:
-    with pytest.raises(UserError, match="no reference"):
+    with pytest.raises(UserError, match="is not a reference to an artifact"):
         ArtifactRef.from_json(value)
 
 
@@ -480,7 +480,7 @@ async def test_a_release_drops_what_waits_for_the_store_and_is_over_when_the_eng
         await asyncio.sleep(0.2)  # it was told 202, and asks again
         assert not releasing.done()
         released.set()
-        with pytest.raises(EngineError, match=r"node-0 does not give its engines' memory back \(409\).*it cannot"):
+        with pytest.raises(EngineError, match=r"node-0 did not free the memory of its engines \(409\).*it cannot"):
             await releasing
         service.host.store.put("runs/a/1/manifest.json", b"{}")
         await host.release()

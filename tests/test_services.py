@@ -132,7 +132,7 @@ async def test_who_can_write_the_store_is_not_sent_the_services_key(
     store.put(place, sealed(replace(ours.record, **forged)))
     for _ in range(2):
         assert registered(store, ROOT, ENGINES) == []
-    assert caplog.text.count("is not asked") == 1 and not await ours.stands()
+    assert caplog.text.count("is not used") == 1 and not await ours.stands()
     for elsewhere in (
         f"{ROOT}/services/engines/b.json",
         f"{ROOT}/services/trainer/a.json",
@@ -210,7 +210,7 @@ async def test_a_service_that_is_told_to_end_ends_at_once(store: Store) -> None:
 
 
 async def test_a_service_that_cannot_go_on_says_why_and_leaves(store: Store) -> None:
-    failing = PlayedService(service(store), fault=TrainerError("the gang ended 6 times"))
+    failing = PlayedService(service(store), fault=TrainerError("the trainer processes ended 6 times"))
     with pytest.raises(TrainerError, match="ended 6 times"):
         await served(failing)
     assert failing.closed and registered(store, ROOT, ENGINES) == []
@@ -404,7 +404,7 @@ async def test_a_queued_job_is_waited_for_as_long_as_it_is_queued_and_one_that_e
     slurm_says(tmp_path, "")
     with pytest.raises(
         (EngineError, TrainerError),
-        match=rf", and none will: Slurm job rlpipe-a-{kind}: 12 CANCELLED \(None\); its log",
+        match=rf", because its job has ended: Slurm job rlpipe-a-{kind}: 12 CANCELLED \(None\); the log of that job",
     ):
         await asyncio.wait_for(finding, DEADLINE_S)
 
@@ -524,7 +524,7 @@ async def test_without_prefect_no_deployment_starts() -> None:
         (["engines.threads=3"], "choose one of (1, 2, 4, 8, 16)"),
         (
             ["trainer.gpu_ids=[0,1]", "engines.gpu_ids=[1]"],
-            "engines.gpu_ids=[1]: the trainer has [1] of the same machine",
+            "engines.gpu_ids=[1]: [1] are also in trainer.gpu_ids of the same machine",
         ),
     ],
 )
@@ -639,9 +639,9 @@ async def test_engines_that_take_long_to_come_are_said_to_and_that_one_is_there(
     assert await look_for(25) == []
     said = await look_for(70)
     assert [line.split(":")[0] for line in said] == [
-        f"no engine may sample for {seconds} s" for seconds in (30, 60, 90)
+        f"no engine has been able to sample for {seconds} s" for seconds in (30, 60, 90)
     ]
-    assert "those of far start, load weights, or are lost" in said[0]
+    assert "the engines of far are starting, loading weights, or lost" in said[0]
     sampling = True
     assert await look_for(100) == ["engines sample again, after 95 s"]
     sampling, now_s = False, now_s + 3600  # the trainer's turn: nobody asks

@@ -139,6 +139,8 @@ def test_a_rank_holds_its_share_of_what_a_long_row_takes(recomputed: bool) -> No
 def test_a_family_that_cannot_share_rows_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"trainer\.context_ranks=3: the 4 attention heads .* of qwen2 .*; use 1 or 2"):
         check_team(policy_of("qwen2").lm.config, 3)
-    with pytest.raises(UserError, match=r"rows of bloom cannot be shared: its attention .*; use context_ranks = 1"):
+    with pytest.raises(
+        UserError, match=r"rows of bloom cannot be split .*: its attention .*; use trainer.context_ranks = 1"
+    ):
         on_ranks(2, lambda team: policy_of("bloom", team))
     assert not uses_team(policy_of("qwen2").lm)

@@ -227,7 +227,10 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
             process.send_signal(signal.Signals[name])
         rest = process.stdout.read()
     assert process.returncode == 128 + signal.Signals[signals[0]]
-    said = f"rlpipe: stopped, after {SHORT_S:g} s in which not all was answered that it waited for: as if it was killed"
+    said = (
+        f"rlpipe: stopped after waiting {SHORT_S:g} s for calls that were not answered. Nothing committed is lost:"
+        " start the run again with the same command"
+    )
     assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"
 
 
@@ -245,4 +248,6 @@ def test_a_signal_ends_a_command_whose_event_loop_stands_still(name: str, tmp_pa
             said, _ = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.Signals[name] and said.startswith(f"rlpipe: stopped, after {SHORT_S:g} s")
+    assert process.returncode == 128 + signal.Signals[name] and said.startswith(
+        f"rlpipe: stopped after waiting {SHORT_S:g} s"
+    )

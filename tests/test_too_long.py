@@ -121,5 +121,7 @@ def test_the_settings_name_it_where_it_is_used_only(folder: Path) -> None:
 
 def test_what_an_environment_asks_cannot_be_dropped(folder: Path) -> None:
     sets = ["rl.environment=calculator", "rl.rewards={environment = 1.0}", "data.words.on_too_long=drop"]
-    with pytest.raises(UserError, match=r"^data\.words\.on_too_long='drop': what rl\.environment='calculator' asks"):
+    with pytest.raises(
+        UserError, match=r"^data\.words\.on_too_long='drop': rl\.environment='calculator' writes its text"
+    ):
         config_of(folder, *sets)

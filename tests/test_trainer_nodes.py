@@ -63,7 +63,7 @@ class TwoNodes:
         return self.url
 
     async def bring_back(self) -> str:
-        raise TrainerError("no gang of the run answered")
+        raise TrainerError("no trainer of the run answered")
 
     async def close(self) -> None:
         pass

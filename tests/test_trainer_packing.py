@@ -254,7 +254,7 @@ def test_a_sequence_that_does_not_fit_is_named() -> None:
         plan_step([301], 1, 300)
     with pytest.raises(
         UserError,
-        match=r"601 tokens, .*=300 and trainer\.context_ranks=2 ranks share a row; set trainer\.tokens_max to 301",
+        match=r"601 tokens, .*=300 and trainer\.context_ranks=2 ranks split a row; set trainer\.tokens_max to 301",
     ):
         plan_step([601], 4, 300, context_ranks=2)
 

@@ -72,7 +72,7 @@ async def test_a_trainer_that_was_lost_makes_it_again_and_one_that_only_did_not_
 async def test_other_bits_are_not_taken_and_losses_have_a_bound() -> None:
     trainer = PlayedTrainer(NotResident(""), None)
     trainer.makes = SAVED | {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "1"}]}
-    with pytest.raises(TrainerError, match="has other bits"):
+    with pytest.raises(TrainerError, match="have other bits"):
         await upload(trainer).finish()
     trainer = PlayedTrainer(*[fault for _ in range(ATTEMPTS_MAX) for fault in (GangLost("gone"), NotResident(""))])
     with pytest.raises(TrainerError, match="was lost 6 times"):

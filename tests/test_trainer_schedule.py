@@ -53,7 +53,9 @@ def test_a_job_that_makes_no_sense_names_the_field() -> None:
     assert re.search(r"num_steps=-1: ", refusal("train", train("a", "b", "sft", data, {"num_steps": -1})))
     assert "'rl', 'sft'" in refusal("train", {**sft, "kind": "dpo"})
     assert "reference=None: Unexpected" in refusal("train", {**sft, "reference": None})
-    assert "is no reference" in refusal("train", {**rl, "data": {"folder": "../x", "sha256": "0" * 64}})
+    assert "is not a reference to an artifact" in refusal(
+        "train", {**rl, "data": {"folder": "../x", "sha256": "0" * 64}}
+    )
     assert "settings.kl=loss needs a reference" in refusal(
         "train", train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1})
     )

@@ -163,8 +163,8 @@ def check_thresholds(filters: dict[str, float]) -> None:
     shortest, longest = filters.get("minimum_length", 0.0), filters.get("reasonable_length", math.inf)
     if shortest > longest:
         raise UserError(
-            f"rl.filters.minimum_length={shortest:g}: is above reasonable_length={longest:g}, and no group lies"
-            " between; lower it"
+            f"rl.filters.minimum_length={shortest:g}: is above rl.filters.reasonable_length={longest:g}, so no group"
+            " passes both filters; lower rl.filters.minimum_length"
         )
 
 

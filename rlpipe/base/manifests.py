@@ -18,7 +18,9 @@ def moment_of(text: str, document: str) -> datetime:
     try:
         return datetime.fromisoformat(text)
     except ValueError as error:
-        raise StoreError(f"{document} has the time {text!r:.80}, which is none") from error
+        raise StoreError(
+            f"{document}: {text!r:.80} is not a time in ISO format; restore this file from a copy"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -56,5 +56,8 @@ class ArtifactRef:
             or not isinstance(sha256, str)
             or not SHA256.fullmatch(sha256)
         ):
-            raise UserError(f"{value!r:.200} is no reference: a folder of the store and the sha256 of its manifest")
+            raise UserError(
+                f"{value!r:.200} is not a reference to an artifact, which has the folder in the store, and the"
+                " sha256 of its manifest"
+            )
         return cls(folder, sha256)

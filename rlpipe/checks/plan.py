@@ -44,7 +44,7 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
     reference = ", and of the reference," if config.rl.kl != "none" else ""
     how = "recomputed" if trainer.activation_checkpointing else "kept"
-    slices = f" of rows that {trainer.context_ranks} ranks share" if trainer.context_ranks > 1 else ""
+    slices = f" of rows that {trainer.context_ranks} ranks split" if trainer.context_ranks > 1 else ""
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
     return [
         *adapter_lines(sizes, BYTES[dtype]),

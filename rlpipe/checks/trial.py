@@ -92,7 +92,8 @@ def try_model(hello: ModelTrial) -> TrialOfModel:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < context_tokens_max:
         raise UserError(
-            f"it has {positions} positions, and model.context_tokens_max={context_tokens_max} is more; lower it"
+            f"it has max_position_embeddings={positions}, which is less than"
+            f" model.context_tokens_max={context_tokens_max}; lower model.context_tokens_max"
         )
     check_team(config, hello.get("context_ranks", 1))
     lm = empty_model(config)

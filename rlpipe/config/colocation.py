@@ -40,16 +40,16 @@ def broken_colocation(config: Sections) -> Iterator[str]:
     for name, part in (("trainer", trainer), ("engines", engines)):
         if part.place == "deployment":
             yield (
-                f"{name}.place='deployment': a work pool gives each flow run GPUs of its own, and with engines.colocate"
-                f" trainer and engines have the same ones; set {name}.place = 'process', or 'elsewhere' on nodes that"
-                " run both, or engines.colocate = false"
+                f"{name}.place='deployment': a work pool gives each flow run GPUs of its own, but with"
+                f" engines.colocate trainer and engines share theirs; set {name}.place = 'process', or 'elsewhere' on"
+                " nodes that run both, or engines.colocate = false"
             )
     places = {trainer.place, engines.place}
     if places == {"process", "elsewhere"}:
         yield (
-            f"{engines.place=}: may be another machine than that of {trainer.place=}, and with engines.colocate they"
-            " take turns in the memory of the same ones; set both to 'process', or both to 'elsewhere' for nodes that"
-            " each run a `rlpipe trainer` and a `rlpipe host`"
+            f"{engines.place=}: may be another machine than that of {trainer.place=}, but with engines.colocate both"
+            " must be on the same GPUs; set both to 'process', or both to 'elsewhere' for nodes that each run a"
+            " `rlpipe trainer` and a `rlpipe host`"
         )
     elif places == {"elsewhere"} and engines.nodes != trainer.nodes:
         yield (
@@ -58,8 +58,8 @@ def broken_colocation(config: Sections) -> Iterator[str]:
         )
     if rl.overlap != "none":
         yield (
-            f"{rl.overlap=}: trains and samples at once, and with engines.colocate only one of them has the memory; set"
-            " rl.overlap = 'none', or engines.colocate = false"
+            f"{rl.overlap=}: trains and samples at the same time, but with engines.colocate only the trainer or the"
+            " engines can use the memory; set rl.overlap = 'none', or engines.colocate = false"
         )
     if sorted(trainer.gpu_ids) != sorted(engines.gpu_ids):
         yield (
@@ -68,6 +68,6 @@ def broken_colocation(config: Sections) -> Iterator[str]:
         )
     elif engines.kind != "local" and not engines.gpu_ids:
         yield (
-            f"{engines.kind=}: gives back the memory of GPUs only, and engines.gpu_ids names none; with"
-            " engines.colocate use GPUs, or kind = 'local'"
+            f"{engines.kind=}: frees only the memory of GPUs, and engines.gpu_ids names none; with engines.colocate"
+            " set engines.gpu_ids, or kind = 'local'"
         )

@@ -15,27 +15,36 @@ class ModelConfig(BaseModel, **STRICT):
     """
 
     path: str = Field(
-        default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3"
+        default="",
+        description=(
+            "Model to start from: a folder (also s3://), a hub name or run:NAME (docs/models.md); empty: a new Qwen3"
+        ),
     )
     context_tokens_max: int = Field(
         default=512,
         ge=16,
         le=TOKENS_MAX,
-        description="Longest prompt + completion or conversation, tokens; longer: truncated and counted",
+        description="Longest prompt + completion, or conversation, in tokens; longer ones are truncated, and counted",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number type of the forward and backward pass"
     )
     hidden_size: int = Field(
-        default=128, ge=8, le=65_536, description="Width of a new model (plan also uses the shape for estimates)"
+        default=128,
+        ge=8,
+        le=65_536,
+        description="Hidden size of a new model (`rlpipe plan` also uses this shape for its estimates)",
     )
-    intermediate_size: int = Field(default=384, ge=8, le=1 << 20, description="Width of a new model's MLP")
+    intermediate_size: int = Field(default=384, ge=8, le=1 << 20, description="Hidden size of a new model's MLP")
     num_layers: int = Field(default=4, ge=1, le=1024, description="Layers of a new model")
     num_heads: int = Field(default=4, ge=1, le=1024, description="Attention heads of a new model")
     num_kv_heads: int = Field(default=2, ge=1, le=1024, description="Key-value heads of a new model")
     init_std: float = Field(default=0.02, gt=0, le=1, description="Standard deviation of a new model's initial weights")
     vocab_size: int = Field(
-        default=0, ge=0, le=TOKENS_MAX, description="Vocabulary for plan's estimates; 0: the tokenizer's own"
+        default=0,
+        ge=0,
+        le=TOKENS_MAX,
+        description="Vocabulary size for the estimates of `rlpipe plan`; 0: that of the tokenizer",
     )
     chat_template: str = Field(
         default="", description="Jinja chat template that replaces the tokenizer's; empty keeps it"
@@ -49,25 +58,28 @@ class ModelConfig(BaseModel, **STRICT):
     control_tokens: Literal["text", "as_written"] = Field(
         default="text",
         description=(
-            "What a control token's text is in prompts, environments' answers and tools: ordinary text; as_written:"
-            " that token"
+            "How the text of a control token is tokenized in prompts, environments' answers and tools. text: as"
+            " ordinary text; as_written: as the control token itself"
         ),
     )
     adapter: Literal["none", "lora"] = Field(
         default="none",
-        description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
+        description=(
+            "What is trained. none: all weights; lora: a LoRA adapter, and the weights of the base model stay as"
+            " they are"
+        ),
     )
     adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
     adapter_alpha: float = Field(
         default=16.0,
         gt=0,
         le=1e6,
-        description="What the adapter computes is multiplied by adapter_alpha / adapter_rank",
+        description="The adapter's output is multiplied by adapter_alpha / adapter_rank",
     )
     adapter_targets: list[str] = Field(
         default_factory=list,
         description=(
-            'Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the'
-            " head"
+            'Linear layers that get an adapter, by name or the end of it, for example `["q_proj", "v_proj"]`; empty:'
+            " all but the output layer"
         ),
     )

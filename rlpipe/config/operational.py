@@ -66,11 +66,11 @@ class BudgetConfig(BaseModel, **STRICT):
     which a budget is used up."""
 
     wall_clock_h: Bound = Field(
-        default=0.0, description="Hours of committed SFT segments and RL iterations; 0: no bound"
+        default=0.0, description="Most hours of committed SFT segments and RL iterations; 0: no bound"
     )
-    rollout_tokens: int = Field(default=0, ge=0, description="Tokens sampled for training; 0: no bound")
+    rollout_tokens: int = Field(default=0, ge=0, description="Most tokens sampled for training; 0: no bound")
     gpu_h: Bound = Field(
-        default=0.0, description="Committed GPU hours: the trainer's, in RL the engines' too; 0: no bound"
+        default=0.0, description="Most GPU hours of committed work: the trainer's, in RL the engines' too; 0: no bound"
     )
 
 
@@ -80,12 +80,16 @@ class StopConfig(BaseModel, **STRICT):
     The rule on engine-trainer mismatch is rl.on_mismatch = "stop".
     """
 
-    reward_plateau: int = Field(default=0, ge=0, description="Iterations without a new best mean reward; 0: no rule")
-    kl_max: Bound = Field(default=0.0, description="Largest KL to the reference (train/kl; needs rl.kl); 0: no rule")
+    reward_plateau: int = Field(
+        default=0, ge=0, description="End RL after this many iterations without a new best mean reward; 0: no rule"
+    )
+    kl_max: Bound = Field(
+        default=0.0, description="End RL when the KL to the reference (train/kl; needs rl.kl) is larger; 0: no rule"
+    )
     proximal_kl_max: Bound = Field(
         default=0.0,
-        description="Largest KL to the proximal logprobs (train/proximal_kl), of the start of the iteration or, with "
-        "rl.proximal = 'engine', as recorded; 0: no rule",
+        description="End RL when the KL to the proximal logprobs (train/proximal_kl) is larger; these are from the"
+        " start of the iteration or, with rl.proximal = 'engine', recorded while sampling. 0: no rule",
     )
 
 
@@ -97,34 +101,34 @@ class ServiceConfig(BaseModel, **STRICT):
     place: Literal["process", "deployment", "elsewhere"] = Field(
         default="process",
         description=(
-            "Where it runs: child processes of the flow, runs of a Prefect deployment, or elsewhere (`rlpipe trainer`,"
-            " `rlpipe host`)"
+            "Where it runs. process: child processes of the flow; deployment: flow runs of a Prefect deployment;"
+            " elsewhere: where you start it (`rlpipe trainer`, `rlpipe host`)"
         ),
     )
     deployment: str = Field(
         default="",
         description=(
-            "The deployment that serves a node; empty: serve-trainer/serve-trainer or serve-engines/serve-engines"
+            "Prefect deployment that starts a node; empty: serve-trainer/serve-trainer or serve-engines/serve-engines"
         ),
     )
-    nodes: int = Field(default=1, ge=1, le=1024, description="Nodes of the gang, or of the engines")
+    nodes: int = Field(default=1, ge=1, le=1024, description="Nodes for the trainer processes, or for the engines")
     gpu_ids: list[int] = Field(
         default_factory=list,
         description=(
-            "GPUs of a node, numbers into its CUDA_VISIBLE_DEVICES where set: one a rank, an equal share an engine;"
-            " empty: a CPU"
+            "GPUs of each node, numbered from 0 within CUDA_VISIBLE_DEVICES where that is set: one per rank, an equal"
+            " share per engine; empty: the CPU"
         ),
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads per rank or engine")
     queue_timeout_s: Timeout = Field(
         default=86_400,
         description=(
-            "Longest wait for nodes that a work pool has no room for, or of which none has joined yet, s; one whose"
-            " Slurm job is queued is waited for as long as it is"
+            "Longest wait for nodes while the work pool has no room for them or none has joined yet, s; a node whose"
+            " Slurm job is queued has no limit"
         ),
     )
     lost_timeout_s: Timeout = Field(
-        default=600, description="Longest wait for nodes elsewhere that have joined and do not answer, s"
+        default=600, description="Longest wait for nodes elsewhere that have joined and no longer answer, s"
     )
 
     def deployment_of(self, kind: str) -> str:
@@ -136,7 +140,7 @@ class TrainerConfig(ServiceConfig):
     """The trainer processes: where and how fast they run, not what they compute."""
 
     ranks: int = Field(
-        default=1, ge=1, le=1024, description="Training processes on one node (GPUs, or processes on a CPU)"
+        default=1, ge=1, le=1024, description="Trainer processes on each node: one per GPU, or any number on a CPU"
     )
     tokens_max: int = Field(default=4096, ge=64, le=TOKENS_MAX, description="Tokens of a microbatch, per rank")
     context_ranks: int = Field(
@@ -144,8 +148,8 @@ class TrainerConfig(ServiceConfig):
         ge=1,
         le=1024,
         description=(
-            "Ranks of one node that share each row, for rows longer than one holds: a row may have context_ranks x"
-            " tokens_max tokens"
+            "Size of a context-parallel group: ranks of one node that split each row among them. A row may have"
+            " context_ranks x tokens_max tokens"
         ),
     )
     activation_checkpointing: bool = Field(
@@ -154,15 +158,15 @@ class TrainerConfig(ServiceConfig):
     offload: Literal["none", "optimizer"] = Field(
         default="none",
         description=(
-            "Where AdamW's moments are while passes run. optimizer: in memory of the host, 8 bytes a parameter less on"
-            " the GPUs; every update fetches them"
+            "Where AdamW's moments are during forward and backward passes. none: on the GPUs; optimizer: in host"
+            " memory, which frees 8 bytes per parameter on the GPUs, and every update fetches them"
         ),
     )
     split_over: Literal["gang", "node"] = Field(
         default="gang",
         description=(
-            "Over what weights, gradients and moments are split. node: every node holds a whole copy, and only"
-            " gradients cross between nodes"
+            "Ranks over which weights, gradients and moments are sharded. gang: all ranks; node: those of one node,"
+            " so that every node holds a whole copy and only gradients cross between nodes"
         ),
     )
     nccl_algo: str = Field(
@@ -170,8 +174,8 @@ class TrainerConfig(ServiceConfig):
         pattern=r"^[A-Za-z0-9,:;^/-]*$",
         max_length=200,
         description=(
-            "NCCL_ALGO of the gang, by which GPUs add up, unless its environment has one; empty: NCCL chooses by size"
-            " and network, and two runs may end with other bits (docs/gpu.md)"
+            "NCCL_ALGO of the trainer processes: how GPUs sum gradients, unless their environment sets it; empty:"
+            " NCCL chooses by size and network, and two runs may end with different bits (docs/gpu.md)"
         ),
     )
 
@@ -192,32 +196,37 @@ class EnginesConfig(ServiceConfig):
     """The engines: where and how fast they run, not what they compute."""
 
     kind: Literal["local", "sglang", "vllm"] = Field(
-        default="local", description="rlpipe's own (transformers), SGLang or vLLM"
+        default="local", description="Engine that samples: rlpipe's own (local; on transformers), SGLang or vLLM"
     )
     count: int = Field(default=1, ge=1, le=1024, description="Engines per node")
     colocate: bool = Field(
-        default=False, description="Trainer and engines have the same GPUs and take turns in their memory (docs/gpu.md)"
+        default=False,
+        description="Trainer and engines are on the same GPUs and use their memory in turns (docs/gpu.md)",
     )
     transport: Literal["disk", "tensor"] = Field(
         default="disk",
         description=(
-            "How a new policy gets from the trainer to SGLang. tensor: from its memory, over NCCL or on CPUs gloo,"
-            " where that goes, else from disk"
+            "How a new policy gets from the trainer to SGLang. disk: as files; tensor: from memory to memory, over"
+            " NCCL (on CPUs gloo), and as files where that fails"
         ),
     )
-    python: str = Field(default="", description="Interpreter that has SGLang or vLLM installed; empty: this one")
+    python: str = Field(
+        default="", description="Python interpreter that has SGLang or vLLM installed; empty: the one that runs rlpipe"
+    )
     flags: list[str] = Field(default_factory=list, description="More flags for SGLang's or vLLM's server")
     environment: dict[str, str] = Field(default_factory=dict, description="More environment variables for the engines")
     in_flight_max: int = Field(
         default=256,
         ge=1,
         le=65_536,
-        description="Rollouts in flight per engine; the local one computes as many (16 to 128) at every step",
+        description="Most rollouts in flight per engine; the local engine computes as many (16 to 128) at every step",
     )
     progress_timeout_s: Timeout = Field(
-        default=600, description="An engine that samples no token for so long is given up, s"
+        default=600, description="An engine that samples no token for this time is given up, s"
     )
-    hung_timeout_s: Timeout = Field(default=60, description="An engine that is unwell for so long is restarted, s")
+    hung_timeout_s: Timeout = Field(
+        default=60, description="An engine that fails its health checks for this time is restarted, s"
+    )
 
 
 class TrackingConfig(BaseModel, **STRICT):
@@ -226,8 +235,8 @@ class TrackingConfig(BaseModel, **STRICT):
     uri: str = Field(
         default="sqlite:///mlflow.db",
         description=(
-            "MLflow tracking URI; where it is left as it is, MLFLOW_TRACKING_URI of the environment goes before; empty:"
-            " not tracked"
+            "MLflow tracking URI. When it is not set here, the environment variable MLFLOW_TRACKING_URI replaces the"
+            " default; empty: not tracked"
         ),
     )
     project: str = Field(
@@ -235,16 +244,15 @@ class TrackingConfig(BaseModel, **STRICT):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$",
         max_length=80,
         description=(
-            "MLflow experiment of the run's metrics, and registered model of its policies: what is compared has one"
+            "Name of the MLflow experiment with the run's metrics, and of the registered model with its policies;"
+            " runs that are compared have the same one"
         ),
     )
     view_url: str = Field(
         default="",
         pattern=r"^(https?://[^\s?#]+)?$",
         max_length=200,
-        description=(
-            "Address at which `rlpipe view` of the store is reached: Prefect and MLflow link to it; empty: no links"
-        ),
+        description="Address of `rlpipe view` for this store: Prefect and MLflow link to it; empty: no links",
     )
 
     def view_of(self, run: str, page: str = "") -> str:

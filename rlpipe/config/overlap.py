@@ -16,21 +16,21 @@ def broken_overlap(rl: RlConfig) -> Iterator[str]:
         return
     if rl.rollouts_from:
         yield (
-            f"{rl.overlap=}: rollouts from {rl.rollouts_from} are not sampled, and there is nothing to overlap; use"
-            " overlap = 'none'"
+            f"{rl.overlap=}: with rl.rollouts_from={rl.rollouts_from!r} nothing is sampled, so nothing can overlap;"
+            " use overlap = 'none'"
         )
     if not rl.corrects_staleness:
         yield (
-            f"{rl.overlap=}: what is trained was sampled by the version before, and nothing would correct that; set"
+            f"{rl.overlap=}: training is one step off policy, and rl.importance='none' corrects nothing; set"
             " rl.importance, for example to token_truncate"
         )
     if not rl.train_stale_tokens:
         yield (
-            f"{rl.overlap=}: all that is trained is older than the policy, and rl.train_stale_tokens=False asks for"
-            " none of it; leave it true"
+            f"{rl.overlap=}: all tokens are one weight version old, and rl.train_stale_tokens=False would train on"
+            " none of them; set it to true"
         )
     if rl.oversampling > 1:
         yield (
-            f"{rl.overlap=}: what an over-sampled round leaves would be older still when it is trained; use"
-            " oversampling = 1"
+            f"{rl.overlap=}: the partial rollouts that oversampling leaves would be even older when they are trained;"
+            " use oversampling = 1"
         )

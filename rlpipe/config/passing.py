@@ -37,12 +37,12 @@ def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) 
     )
     if wanted > best and (best_tried is None or wanted > best_tried):
         return (
-            f"{field}: above {best:g}, the best that the weights of the rewards allow, so no rollout passes (pass@k,"
-            " greedy and the curriculum read 0); lower it, or leave it away"
+            f"{field}: is above {best:g}, the best reward that the weights of the rewards allow, so no rollout passes"
+            " (pass@k, greedy and the curriculum see 0); lower it, or remove it"
         )
     if best_tried is not None and best_tried < wanted:
         return (
-            f"{field}: no trial rollout passes, the best has {best_tried:g}; pass@k, greedy and the curriculum read 0"
-            " where it is so of all. Give the reward from which on a rollout is right"
+            f"{field}: no trial rollout passes, the best one has the reward {best_tried:g}. When no rollout of the run"
+            " passes, pass@k, greedy and the curriculum see 0. Set the smallest reward of a right rollout"
         )
     return ""

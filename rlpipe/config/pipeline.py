@@ -62,7 +62,9 @@ class PipelineConfig(BaseModel, **STRICT):
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="Evaluations on held-out prompts"
     )
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="The one seed; all randomness derives from it")
+    seed: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="Seed from which all random numbers of the run are derived"
+    )
     store: str = Field(
         default="./rlpipe-store",
         description="Where everything is kept: file:///path or s3://bucket/prefix",
@@ -72,8 +74,8 @@ class PipelineConfig(BaseModel, **STRICT):
         default=".rlpipe",
         min_length=1,
         description=(
-            "Folder of each node for logs and local copies, best on a fast disk: room for three policies and a state, "
-            "and 4 GiB for a store on S3"
+            "Folder on each node for logs and local copies; best on a fast disk, with room for three policies and a"
+            " state, and 4 GiB for a store on S3"
         ),
     )
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="What the run may spend")

@@ -55,11 +55,14 @@ def _of_values(name: str, value: object) -> Iterator[str]:
     """
     if isinstance(value, date | time):  # TOML has such values
         yield (
-            f"{name}={value}: is a date or a time, and a config holds text, numbers, lists and tables; write it in"
+            f"{name}={value}: a config holds text, numbers, lists and tables, and no date or time; write this value in"
             " quotes"
         )
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        yield f"{name}={value!r:.200}: is no text: half a character, or bytes that are no UTF-8"
+        yield (
+            f"{name}={value!r:.200}: is not valid text: it has half of a surrogate pair, or bytes that are not"
+            " UTF-8; remove these"
+        )
     elif isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, entry in entries:
@@ -67,34 +70,37 @@ def _of_values(name: str, value: object) -> Iterator[str]:
                 yield from _of_values(name, key)
             yield from _of_values(f"{name}.{key}".lstrip("."), entry)
     elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{name}={value}: is no finite number"
+        yield f"{name}={value}: is not a finite number; use one"
     elif isinstance(value, int | float) and abs(value) > (
         largest := NUMBER_MAX if isinstance(value, int) else FLOAT_MAX
     ):
-        yield f"{name}={value}: is beyond {largest:g}"
+        yield f"{name}={value}: is too large, a number may be at most {largest:g}"
 
 
 def _of_model(model: ModelConfig) -> Iterator[str]:
     for name in ("adapter_rank", "adapter_alpha", "adapter_targets") if model.adapter == "none" else ():
         info, value = type(model).model_fields[name], getattr(model, name)
         if value != info.get_default(call_default_factory=True):
-            yield f"model.{name}={value!r}: no adapter is trained; set model.adapter = 'lora', or leave it away"
+            yield (
+                f"model.{name}={value!r}: no adapter is trained (model.adapter = 'none'); set model.adapter ="
+                " 'lora', or remove this field"
+            )
     if model.path:
         if "context_tokens_max" not in model.model_fields_set:
             yield (
-                f"model.context_tokens_max is not given: with {model.path=} it has no default, as what is longer is cut"
-                " off; say how long"
+                f"model.context_tokens_max is not given: with {model.path=} it has no default, because longer"
+                " sequences are truncated; set the most tokens of a prompt with its completion"
             )
         return
     if model.hidden_size % (2 * model.num_heads):
         yield (
-            f"{model.hidden_size=}: each of {model.num_heads=} heads needs an even share of it; use a multiple of"
-            f" {2 * model.num_heads}"
+            f"{model.hidden_size=}: each of {model.num_heads=} heads needs an equal share of it, of even size; use a"
+            f" multiple of {2 * model.num_heads}"
         )
     if model.num_heads % model.num_kv_heads:
         yield (
-            f"{model.num_heads=}: are not shared evenly by {model.num_kv_heads=} key-value heads; use a multiple of"
-            f" {model.num_kv_heads}"
+            f"{model.num_heads=}: cannot be divided evenly among {model.num_kv_heads=} key-value heads; use a multiple"
+            f" of {model.num_kv_heads}"
         )
 
 
@@ -104,8 +110,8 @@ def _of_data(config: Sections) -> Iterator[str]:
         yield f"run={config.run!r}: a run name is a folder name: letters, digits, '.', '_' and '-', and no slash"
     if taken := {"messages", "add_generation_prompt"} & set(model.chat_template_args):
         yield (
-            f"model.chat_template_args: {min(taken)} comes from data and stage; remove it (for a system message:"
-            " system_prompt)"
+            f"model.chat_template_args: rlpipe itself sets {min(taken)}; remove it (a system message is set with"
+            " data.NAME.system_prompt)"
         )
     if sft.num_steps and "sft" not in uses:
         yield f"{sft.num_steps=}: no data set has use = 'sft'; add a [[data]] table, or set sft.num_steps = 0"
@@ -116,29 +122,33 @@ def _of_data(config: Sections) -> Iterator[str]:
     for (name, use), count in Counter((data.name, data.use) for data in config.data).items():
         if count > 1:
             yield (
-                f"data.{name}.name={name!r}: {count} data sets of use {use}; names end up in metrics, so make them"
-                " differ"
+                f"data.{name}.name={name!r}: {count} data sets of use {use} have this name, which is part of the names"
+                " of their metrics; give each of them another name"
             )
     for data in config.data:
         if data.on_too_long == "drop" and rl.environment and data.use != "sft":
             yield (
-                f"data.{data.name}.on_too_long='drop': what rl.environment={rl.environment!r} asks is known when a"
-                " prompt is drawn, and then none is left out any more; remove it, and bound the environment's text"
+                f"data.{data.name}.on_too_long='drop': rl.environment={rl.environment!r} writes its text when a prompt"
+                " is drawn, and by then no row can be dropped; remove on_too_long, and keep the environment's text"
+                " short enough"
             )
     fractions = {f"{data.heldout_fraction:g} of {data.name}" for data in config.data if data.part != "all"}
     if len({data.heldout_fraction for data in config.data if data.part != "all"}) > 1:
         yield (
-            f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so that one would train on what"
-            " another holds out"
+            f"data.NAME.heldout_fraction: {', '.join(sorted(fractions))} differ, so one data set would train on"
+            " prompts that another holds out; set the same fraction for all"
         )
     samples = bool(rl.num_iterations) or (config.sets("evaluation") and config.evaluation.completion_tokens_max is None)
     if samples and rl.completion_tokens_max >= model.context_tokens_max:
-        yield f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; use more"
+        yield (
+            f"{model.context_tokens_max=}: leaves no room for a prompt beside {rl.completion_tokens_max=}; raise"
+            " the first, or lower the second"
+        )
     own = config.evaluation.completion_tokens_max if config.sets("evaluation") else None
     if own and own >= model.context_tokens_max:
         yield (
             f"{model.context_tokens_max=}: leaves no room for a prompt beside evaluation.completion_tokens_max={own};"
-            " use more"
+            " raise the first, or lower the second"
         )
     for name, part in (("sft", sft), ("rl", rl)):
         if part.schedule != "constant" and part.decay_steps <= part.warmup_steps:
@@ -151,25 +161,27 @@ def _of_data(config: Sections) -> Iterator[str]:
 def _of_sampling(config: Sections) -> Iterator[str]:
     rl = config.rl
     if rl.agent and rl.environment:
-        yield f"{rl.agent=}: has a loop of its own, and {rl.environment=} would be another; leave one of them out"
+        yield (
+            f"{rl.agent=}: cannot be used with {rl.environment=}, because each of them runs the loop of a rollout;"
+            " remove one of them"
+        )
     if rl.agent and rl.oversampling > 1:
         yield (
-            f"{rl.oversampling=}: a rollout that is cut short would go on in the next iteration, and its agent is gone"
-            " by then; use oversampling = 1"
+            f"{rl.oversampling=}: oversampling continues a partial rollout in the next iteration, and by then its"
+            " agent has ended; use oversampling = 1"
         )
     if rl.branches == "all" and not rl.agent:
         yield (
-            f"{rl.branches=}: only the conversation of an agent has branches; name one as rl.agent, or use branches ="
-            " 'last'"
+            f"{rl.branches=}: only the conversation of an agent has branches; set rl.agent, or use branches = 'last'"
         )
     if rl.branches == "all" and rl.rollouts_from:
         yield f"{rl.branches=}: {rl.rollouts_from=} gives rollouts without their branches; use branches = 'last'"
     if rl.environment_args and not rl.environment:
-        yield "rl.environment_args without an environment: name one as rl.environment, or leave them out"
+        yield "rl.environment_args: there is no environment to give them to; set rl.environment, or remove them"
     for name, rewards in (("rl", {} if rl.rollouts_from else rl.rewards), ("evaluation", config.evaluation.rewards)):
         if "environment" in rewards and not (rl.environment or rl.agent):
             yield (
-                f"{name}.rewards: 'environment' is what an environment, or an agent, gives; name one as rl.environment"
+                f"{name}.rewards: the reward 'environment' is given by an environment or an agent; set rl.environment"
                 " or rl.agent"
             )
     if not rl.rewards:
@@ -198,37 +210,46 @@ def _of_advantages(rl: RlConfig) -> Iterator[str]:
     if rl.kl == "reward" and rl.estimator == "maxrl":
         yield (
             f"{rl.kl=}: estimator maxrl divides by the mean reward, which a KL can make negative; use kl = 'loss', or"
-            " another one"
+            " another estimator"
         )
     if rl.kl == "none" and rl.kl_coef:
-        yield f"{rl.kl_coef=}: the weight of a KL that is not computed; set rl.kl to its place, loss or reward"
+        yield (
+            f"{rl.kl_coef=}: it is the weight of a KL that is not computed; set rl.kl to 'loss' or 'reward', or"
+            " rl.kl_coef to 0"
+        )
     if rl.kl == "none" and rl.reference:
         yield (
-            f"{rl.reference=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it is only logged), or"
-            " leave it away"
+            f"{rl.reference=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 the KL is only"
+            " logged), or remove rl.reference"
         )
 
 
 def _of_losses(rl: RlConfig) -> Iterator[str]:
     if rl.kl == "loss" and rl.kl_coef and rl.kl_estimator == "k1":
         yield (
-            f"{rl.kl_estimator=}: its expected gradient is zero on-policy, so with kl = 'loss' it would hold nothing"
-            " back; use k2 or k3, or kl = 'reward'"
+            f"{rl.kl_estimator=}: its expected gradient is zero on-policy, so with kl = 'loss' the KL would not keep"
+            " the policy near the reference; use k2 or k3, or kl = 'reward'"
         )
     if rl.dual_clip is not None and rl.objective not in ("ppo", "gspo"):
-        yield f"{rl.dual_clip=}: objective {rl.objective} has no such clip; use dual_clip = none, or ppo or gspo"
+        yield (
+            f"{rl.dual_clip=}: objective {rl.objective} does not use dual_clip; set dual_clip = none, or objective"
+            " to ppo or gspo"
+        )
     if rl.anchored and rl.importance != "none":
         by = "objective dppo" if rl.objective == "dppo" else f"{rl.proximal=}"
         yield (
-            f"{rl.importance=}: with {by} the ratio is to the rollout's probability, and corrects already; use"
-            " importance = 'none'"
+            f"{rl.importance=}: with {by} the ratio already compares with the logprobs of the engine, and needs no"
+            " further correction; use importance = 'none'"
         )
     if rl.proximal == "engine" and rl.objective == "reinforce":
-        yield f"{rl.proximal=}: objective reinforce has no ratio, which it would be for; use proximal = 'trainer'"
+        yield (
+            f"{rl.proximal=}: objective reinforce has no ratio, so it uses no proximal logprobs; use proximal ="
+            " 'trainer'"
+        )
     if rl.proximal == "engine" and rl.rollouts_from:
         yield (
-            f"{rl.proximal=}: what sampled {rl.rollouts_from} is no engine of this run, and may have recorded nothing;"
-            " use proximal = 'trainer'"
+            f"{rl.proximal=}: no engine of this run sampled the rollouts of {rl.rollouts_from}, and they may have no"
+            " recorded logprobs; use proximal = 'trainer'"
         )
     if rl.objective == "dppo" and rl.clip_high >= 1:
         yield (
@@ -247,9 +268,9 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
         )
     if rl.on_mismatch != "warn" and rl.off_policy:
         yield (
-            f"{rl.on_mismatch=}: of tokens that older policies sampled (oversampling above 1 with train_stale_tokens,"
-            " rollouts_from, or overlap = 'iteration') the mismatch holds the policy's own change and is not checked;"
-            " use on_mismatch = 'warn'"
+            f"{rl.on_mismatch=}: older policies sampled some of the tokens (oversampling above 1 with"
+            " train_stale_tokens, rollouts_from, or overlap = 'iteration'), so the mismatch also contains the change"
+            " of the policy, and is not checked; use on_mismatch = 'warn'"
         )
 
 
@@ -262,7 +283,7 @@ def _of_stored_rollouts(config: Sections) -> Iterator[str]:
     if rl.reference == "run:" or (config.run and rl.reference == f"run:{config.run}"):
         yield f"{rl.reference=}: name another run, as run:NAME"
     if config.run and source == f"run:{config.run}":
-        yield f"{rl.rollouts_from=}: a run cannot be fed from itself; name another one"
+        yield f"{rl.rollouts_from=}: a run cannot train on its own rollouts; name another run"
     for name, value, neutral in (("oversampling", rl.oversampling, 1), ("curriculum", rl.curriculum, "none")):
         if source and value != neutral:
             yield (
@@ -276,7 +297,8 @@ def _of_stored_rollouts(config: Sections) -> Iterator[str]:
         and config.sets("evaluation")
     ):
         yield (
-            "rl.rewards: evaluations sample, and 'environment' needs one; name an rl.environment for them, or drop them"
+            "rl.rewards: evaluations sample, and their reward 'environment' needs an environment; set rl.environment,"
+            " or evaluation.rewards, or remove the evaluation data sets"
         )
 
 
@@ -297,7 +319,7 @@ def _of_places_and_limits(config: Sections) -> Iterator[str]:
         )
     if budget.gpu_h and not (trainer.gpu_ids or engines.gpu_ids):
         yield (
-            f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so none is ever spent; use"
+            f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so no GPU hour is ever spent; use"
             " budget.wall_clock_h"
         )
 
@@ -306,13 +328,13 @@ def _of_what_is_kept(config: Sections) -> Iterator[str]:
     checkpoint = config.checkpoint
     if config.rl.overlap == "iteration" and checkpoint.keep_policies_last == 1:
         yield (
-            f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' the version before the newest samples; use"
-            " 2 or more, or 0 for all"
+            f"{checkpoint.keep_policies_last=}: with rl.overlap='iteration' engines sample with the version before the"
+            " newest, which must be kept, too; use 2 or more, or 0 for all"
         )
     if checkpoint.keep_policies_every and not checkpoint.keep_policies_last:
         yield (
-            f"{checkpoint.keep_policies_every=}: all policies stay with {checkpoint.keep_policies_last=}; set it to 1"
-            " or more, or leave this at 0"
+            f"{checkpoint.keep_policies_every=}: has no effect, because {checkpoint.keep_policies_last=} keeps all"
+            " policies; set keep_policies_last to 1 or more, or keep_policies_every to 0"
         )
 
 
@@ -323,7 +345,10 @@ def broken_layout(config: Sections) -> Iterator[str]:
     """
     model, trainer, engines, scratch = config.model, config.trainer, config.engines, config.scratch
     if "://" in scratch:
-        yield f"{scratch=}: a folder of this machine's disk, as /fast/rlpipe; what is kept for good is in the store"
+        yield (
+            f"{scratch=}: must be a folder on a disk of this machine, for example /fast/rlpipe; only the store may"
+            " be on S3"
+        )
     for name, gpu_ids in (("trainer", trainer.gpu_ids), ("engines", engines.gpu_ids)):
         if len({*gpu_ids}) < len(gpu_ids) or min(gpu_ids, default=0) < 0:
             yield f"{name}.{gpu_ids=}: these are numbers of a node's GPUs, from 0; name each once"
@@ -339,8 +364,9 @@ def broken_layout(config: Sections) -> Iterator[str]:
         yield from broken_colocation(config)
     elif trainer.place == engines.place == "process" and (both := {*trainer.gpu_ids} & {*engines.gpu_ids}):
         yield (
-            f"{engines.gpu_ids=}: the trainer has {sorted(both)} of the same machine, and keeps them while engines"
-            " sample; give each GPU to one of them, or set engines.colocate = true"
+            f"{engines.gpu_ids=}: {sorted(both)} are also in trainer.gpu_ids of the same machine, and the trainer"
+            " keeps their memory while engines sample; give each GPU to one of the two, or set engines.colocate ="
+            " true"
         )
     if (trainer.gpu_ids or engines.gpu_ids) and "dtype" not in model.model_fields_set:
         yield (
@@ -351,15 +377,15 @@ def broken_layout(config: Sections) -> Iterator[str]:
     if trainer.ranks % trainer.context_ranks:
         fitting = [str(count) for count in range(2, trainer.ranks + 1) if trainer.ranks % count == 0]
         yield (
-            f"{trainer.context_ranks=}: ranks that share rows are of one node, which has {trainer.ranks=}; set it to"
-            f" {' or '.join(['1', *fitting])}"
+            f"{trainer.context_ranks=}: a context-parallel group is on one node, and {trainer.ranks=} cannot be"
+            f" divided into groups of this size; set trainer.context_ranks to {' or '.join(['1', *fitting])}"
         )
     elif trainer.row_tokens_max < model.context_tokens_max:
-        shared = f"is shared by {trainer.context_ranks=} of them" if trainer.context_ranks > 1 else "is never split"
+        shared = f"is split over {trainer.context_ranks=} ranks" if trainer.context_ranks > 1 else "is never split"
         yield (
-            f"{trainer.tokens_max=}: of each rank; a sequence may have {model.context_tokens_max=} tokens, and"
+            f"{trainer.tokens_max=}: is too small; a sequence may have {model.context_tokens_max=} tokens, and"
             f" {shared}; set trainer.tokens_max = {-(-model.context_tokens_max // trainer.context_ranks)} or more, or"
-            " let more ranks share a row (trainer.context_ranks)"
+            " raise trainer.context_ranks"
         )
 
 
@@ -378,8 +404,8 @@ def _of_engine_gpus(engines: EnginesConfig) -> Iterator[str]:
         )
     elif (taken := _gpus_taken(engines.flags, share)) != share:
         yield (
-            f"{engines.flags=}: an engine would take {taken} GPUs, and has {share} ({num_gpus} in engines.gpu_ids for "
-            f"{engines.count=}); without such flags it takes all that it has"
+            f"{engines.flags=}: with these flags an engine uses {taken} GPUs, and it has {share} ({num_gpus} in"
+            f" engines.gpu_ids for {engines.count=}); remove such flags, and it uses all that it has"
         )
 
 

@@ -17,7 +17,7 @@ class DataConfig(BaseModel, **STRICT):
     """One data set and what it is used for."""
 
     name: str = Field(description="Name in metrics and prompt ids", pattern=r"^[a-z0-9_]+$")
-    use: Literal["sft", "rl", "evaluation"] = Field(description="Which phase reads it")
+    use: Literal["sft", "rl", "evaluation"] = Field(description="Phase that reads the data set")
     source: str = Field(
         description=(
             "reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file"
@@ -32,17 +32,17 @@ class DataConfig(BaseModel, **STRICT):
         default=0, ge=0, le=10**9, description="Rows read (0: all); for a generator the number of items made"
     )
     part: Literal["all", "train", "heldout"] = Field(
-        default="all", description="Which side of the split by prompt hash"
+        default="all", description="Part of the rows to use; a row is in train or in heldout by the hash of its prompt"
     )
-    heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are held out")
+    heldout_fraction: float = Field(default=0.1, gt=0, lt=1, description="Share of prompts that are in heldout")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator, a function or `datasets`")
     prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
     answer_field: str = Field(default="answer", description="Column of the reference answer")
     on_too_long: Literal["drop", "fail"] | None = Field(
         default=None,
         description=(
-            "What becomes of rows that are longer than the context leaves room for; none: prompts fail, conversations"
-            " of sft are truncated"
+            "What to do with rows that are longer than the context has room for: drop them, or fail; none: prompts"
+            " fail, conversations of sft are truncated"
         ),
     )
     completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
@@ -66,7 +66,7 @@ class EvaluationConfig(BaseModel, **STRICT):
         default=1.0,
         ge=0.01,
         le=2,
-        description="Temperature of the sampled completions; one more of each prompt is greedy",
+        description="Temperature of the sampled completions; each prompt also gets one greedy completion",
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p")
     rewards: dict[str, float] = Field(
@@ -76,8 +76,8 @@ class EvaluationConfig(BaseModel, **STRICT):
     pass_threshold: float | None = Field(
         default=None,
         description=(
-            "A rollout passes when its reward is at least this; none: the sum of the weights above 0, as of rewards"
-            " whose best is 1"
+            "A rollout passes when its reward is at least this; none: the sum of the positive weights, which is the"
+            " best reward where each part is at most 1"
         ),
     )
 
@@ -88,30 +88,33 @@ class CheckpointConfig(BaseModel, **STRICT):
     """
 
     state_every: int = Field(
-        default=5, ge=1, le=100_000, description="Iterations between training states: the most that resume replays"
+        default=5,
+        ge=1,
+        le=100_000,
+        description="Iterations between stored training states; resume replays at most this many",
     )
     keep_states: int = Field(
         default=0,
         ge=0,
         le=100_000,
-        description="Training states of RL that stay, the newest; 0: all. A fork further back replays more",
+        description="Training states of RL to keep, the newest ones; 0: all. A fork at an older iteration replays more",
     )
     keep_policies_last: int = Field(
-        default=0, ge=0, le=100_000, description="Policies of RL that stay, the newest; 0: all, and none is pruned"
+        default=0, ge=0, le=100_000, description="Policies of RL to keep, the newest ones; 0: all, and none is pruned"
     )
     keep_policies_every: int = Field(
         default=0,
         ge=0,
         le=100_000,
-        description="Weight versions between policies that stay as well; 0: none stays for that",
+        description="Also keep each policy whose weight version is a multiple of this; 0: keep no others",
     )
     full_every: int = Field(
         default=1,
         ge=1,
         le=100,
         description=(
-            "Weight versions between policies that are stored whole; those between are stored as differences to the one"
-            " before"
+            "Weight versions from one policy that is stored whole to the next; each policy between is stored as its"
+            " difference to the policy before it"
         ),
     )
 

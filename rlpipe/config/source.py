@@ -68,7 +68,10 @@ def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:
     check.
     """
     if name := _too_deep(tree):
-        raise UserError(f"{name[:80]}...: has {DEPTH_MAX} names or more in it; no field is so deep")
+        raise UserError(
+            f"{name[:80]}...: has {DEPTH_MAX} names or more between dots, and no field has so many; `rlpipe"
+            " fields` lists all fields"
+        )
     try:
         return PipelineConfig.model_validate(tree, context=context)
     except ValidationError as error:
@@ -123,12 +126,12 @@ def _fault_line(name: str, fault: ErrorDetails) -> str:
     listed = f"`rlpipe fields {section if section in config_sections() else ''}".rstrip() + "` lists them"
     retired = {f"{of}.{field}": value for of, fields in RETIRED.items() for field, value in fields.items()}
     if fault["type"] == "extra_forbidden" and name in retired:
-        message = f"this field is gone, it is always {retired[name]}; remove it"
+        message = f"this field no longer exists, its value is always {retired[name]}; remove it"
     elif fault["type"] == "extra_forbidden":
         kind = "section" if "." not in name and is_table else "field"
         message = f"no such {kind}{did_you_mean(near_names(name)) or f' ({listed})'}"
     elif fault["type"] == "model_type":
-        message = f"this is a section, and a value is for one of its fields ({listed})"
+        message = f"this is a section; give a value to one of its fields ({listed})"
     return f"{name}: {message}" if is_table else f"{name}={without_passwords(repr(fault['input']))}: {message}"
 
 

@@ -43,10 +43,12 @@ class SftConfig(OptimizerConfig):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of conversations that validate each segment; the best segment is the result",
+        description=(
+            "Share of conversations held out to validate each segment; the segment with the lowest loss is the result"
+        ),
     )
     patience: int = Field(
-        default=0, ge=0, description="Segments without a better validation loss that end SFT early; 0: never"
+        default=0, ge=0, description="End SFT after this many segments without a better validation loss; 0: never"
     )
 
     @property
@@ -63,7 +65,7 @@ class RlConfig(OptimizerConfig):
         default=64,
         ge=1,
         le=ROWS_MAX,
-        description="Prompts per sampling round, and groups that an iteration trains on (groups_min if that is more)",
+        description="Prompts per sampling round, and groups that an iteration trains on (groups_min if that is larger)",
     )
     group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
     shard_prompts: int = Field(
@@ -86,13 +88,13 @@ class RlConfig(OptimizerConfig):
     )
     reward_timeout_s: Timeout = Field(default=10.0, description="Longest time to score one rollout, s")
     reward_workers: int = Field(
-        default=1, ge=1, le=64, description="Processes that score, and as many for environments"
+        default=1, ge=1, le=64, description="Processes that compute rewards, and as many that run environments"
     )
     reward_fallback: float | Literal["left_out"] | None = Field(
         default="left_out",
         description=(
-            "Reward of a rollout whose scoring or environment failed; left_out: it has none, and is in no group's mean"
-            " and no loss; none: the run stops"
+            "Reward of a rollout whose scoring or environment failed. left_out: the rollout gets none, and is in no"
+            " group's mean and no loss; none: the run stops"
         ),
     )
     filters: dict[str, float] = Field(
@@ -100,26 +102,32 @@ class RlConfig(OptimizerConfig):
         description="Filter -> threshold; by name or package.module:function",
     )
     rounds_max: int = Field(
-        default=1, ge=1, le=100, description="Sampling rounds until enough groups survive the filters"
+        default=1,
+        ge=1,
+        le=100,
+        description="Most sampling rounds of an iteration; another one starts while too few groups survive the filters",
     )
-    groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train")
+    groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train on")
     on_too_few: Literal["train", "fail"] = Field(
-        default="train", description="When rounds_max rounds left too few groups"
+        default="train", description="When too few groups are left after rounds_max rounds: train on them, or fail"
     )
     oversampling: float = Field(
         default=1.0,
         ge=1,
         le=16,
         description=(
-            "Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts (or"
-            " groups_min) groups have survived the filters; the next iteration continues the rest. Which those are"
-            " depends on timing"
+            "Groups started per sampling round, as a multiple of num_prompts. Above 1 a round ends when num_prompts"
+            " (or groups_min) groups have survived the filters; the next iteration continues the rest. Which groups"
+            " survive first depends on timing"
         ),
     )
     staleness_max: int = Field(
         default=1,
         ge=0,
-        description="Oldest tokens, in weight versions back, of a rollout that continues; else it starts again",
+        description=(
+            "A partial rollout continues when its oldest tokens are at most this many weight versions old; else"
+            " it starts again"
+        ),
     )
     train_stale_tokens: bool = Field(
         default=True,
@@ -128,13 +136,19 @@ class RlConfig(OptimizerConfig):
     mask_truncated: bool = Field(default=False, description="Whether rollouts cut off by the token limit carry no loss")
     curriculum: Literal["none", "band", "weight"] = Field(
         default="none",
-        description="Prompts by pass rate: only from pass_rate_low to high, or more of those near one half",
+        description=(
+            "Choice of prompts by their pass rate. none: all alike; band: only from pass_rate_low to"
+            " pass_rate_high; weight: more of those near one half"
+        ),
     )
-    pass_rate_low: float = Field(default=0.1, ge=0, le=1, description="Lower edge of curriculum band")
-    pass_rate_high: float = Field(default=0.9, ge=0, le=1, description="Upper edge of curriculum band")
+    pass_rate_low: float = Field(default=0.1, ge=0, le=1, description="Lowest pass rate of curriculum = 'band'")
+    pass_rate_high: float = Field(default=0.9, ge=0, le=1, description="Highest pass rate of curriculum = 'band'")
     rollouts_from: str = Field(
         default="",
-        description="Train on stored rollouts: run:NAME, or a Parquet file or folder of that schema; empty: sample",
+        description=(
+            "Train on stored rollouts: run:NAME, or a Parquet file (or a folder of them) with the same columns;"
+            " empty: sample"
+        ),
     )
     environment: str = Field(
         default="",
@@ -157,29 +171,30 @@ class RlConfig(OptimizerConfig):
         ),
     )
     agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
-    agents_max: int = Field(default=8, ge=1, le=4096, description="Agents at work at once, each in a process")
+    agents_max: int = Field(
+        default=8, ge=1, le=4096, description="Most agents that run at the same time, each in its own process"
+    )
     agent_address: str = Field(
         default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on"
     )
     pass_environment: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
         default_factory=list,
         description=(
-            "Secret variables that agents, environments and reward functions get, who may print them; others they do"
-            " not see"
+            "Secret environment variables that agents, environments and reward functions get, and may print; other"
+            " secrets are hidden from them"
         ),
     )
     branches: Literal["last", "all"] = Field(
         default="last",
         description=(
-            "Where an agent has rewritten its history: whether the last branch of its conversation is trained, or all"
-            " of them"
+            "Branches to train on when an agent has rewritten the history of its conversation: the last one, or all"
         ),
     )
     overlap: Literal["none", "iteration"] = Field(
         default="none",
         description=(
-            "What runs side by side; iteration: iteration k + 1 is sampled by weight version k while version k + 1 is"
-            " trained, so what is trained is one version old"
+            "What runs at the same time. none: sampling and training take turns; iteration: weight version k samples"
+            " iteration k + 1 while version k + 1 is trained, so training is one step off policy"
         ),
     )
     estimator: Literal[
@@ -193,8 +208,8 @@ class RlConfig(OptimizerConfig):
     proximal: Literal["trainer", "engine"] = Field(
         default="trainer",
         description=(
-            "Whose logprobs the ratio compares with; trainer: computed with the weights that the iteration started"
-            " from, in a forward pass of their own; engine: those recorded while sampling, without that pass"
+            "Logprobs that the ratio compares with. trainer: computed with the weights that the iteration started"
+            " from, in an extra forward pass; engine: those recorded while sampling, without that pass"
         ),
     )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
@@ -203,26 +218,30 @@ class RlConfig(OptimizerConfig):
         default=None, gt=1, description="Bound of the ratio for negative advantages (ppo, gspo); none: unbounded"
     )
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
-        default="token_mean", description="How token losses become one"
+        default="token_mean", description="How the losses of the tokens are reduced to one"
     )
     kl: Literal["none", "loss", "reward"] = Field(
         default="none",
         description=(
-            "Where the KL to the reference enters: added to the loss, or subtracted from rewards; none: it is not"
-            " computed"
+            "Use of the KL to the reference. loss: it is added to the loss; reward: it is subtracted from rewards;"
+            " none: it is not computed"
         ),
     )
     kl_coef: float = Field(
-        default=0.0, ge=0, description="Weight of that KL; 0: it is computed and logged, and changes nothing"
+        default=0.0,
+        ge=0,
+        description="Weight of the KL to the reference; 0: it is computed and logged, and changes nothing",
     )
     reference: str = Field(
         default="",
         description=(
-            "Model of that KL, with the same vocabulary, as model.path: a folder, a hub name, or run:NAME (its newest"
-            " policy when this run begins); empty: the policy RL starts from"
+            "Reference model for the KL, with the same vocabulary: a folder, a hub name, or run:NAME (its newest"
+            " policy when this run begins); empty: the policy that RL starts from"
         ),
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(default="k3", description="Estimator of that KL")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        default="k3", description="Estimator of the KL to the reference"
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
     importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="token_truncate", description="Correction of engine-trainer mismatch"
@@ -230,10 +249,13 @@ class RlConfig(OptimizerConfig):
     importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
     importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
     mismatch_max: float = Field(
-        default=0.05, gt=0, description="Largest expected mean |trainer's - engine's logprobs| at the start"
+        default=0.05,
+        gt=0,
+        description="Largest mean |trainer's - engine's logprobs| that is expected at the start of an iteration",
     )
     on_mismatch: Literal["warn", "stop", "fail"] = Field(
-        default="warn", description="Above mismatch_max: warn, end the run after the iteration, or refuse its policy"
+        default="warn",
+        description="Above mismatch_max: warn, stop the run after the iteration, or fail and refuse its policy",
     )
 
     @field_validator("overlap", mode="before")

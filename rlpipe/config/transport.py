@@ -31,28 +31,25 @@ def broken_transport(config: Sections) -> Iterator[str]:
         )
     if config.model.adapter != "none":
         yield (
-            f"{engines.transport=}: of model.adapter={config.model.adapter!r} engines load files; set engines.transport"
-            " = 'disk'"
+            f"{engines.transport=}: engines load the adapter of model.adapter={config.model.adapter!r} from files; set"
+            " engines.transport = 'disk'"
         )
     if engines.colocate:
         yield (
-            f"{engines.transport=}: NCCL joins no two processes on one GPU ({engines.colocate=}); set engines.transport"
-            " = 'disk'"
+            f"{engines.transport=}: NCCL cannot connect two processes on one GPU ({engines.colocate=}); set"
+            " engines.transport = 'disk'"
         )
     if config.trainer.place == "process" != engines.place:
         yield (
-            f"{engines.transport=}: engines that are not on the flow's machine do not reach a trainer that is its child"
-            f" process ({engines.place=}); set trainer.place = 'elsewhere', {or_disk}"
+            f"{engines.transport=}: engines on other machines ({engines.place=}) cannot reach a trainer that is a"
+            f" child process of the flow; set trainer.place = 'elsewhere', {or_disk}"
         )
     if bool(engines.gpu_ids) != bool(config.trainer.gpu_ids):
         yield (
-            f"{engines.transport=}: trainer and engines both have GPUs, or neither; set trainer.gpu_ids and"
-            f" engines.gpu_ids, {or_disk}"
+            f"{engines.transport=}: trainer and engines must both have GPUs, or both have none; set trainer.gpu_ids"
+            f" and engines.gpu_ids, {or_disk}"
         )
     _, *splits = PARALLEL_FLAGS
     words = {flag.split("=", 1)[0] for flag in engines.flags}
     for flag in sorted(words & {name for names in splits for name in names}):
-        yield (
-            f"{engines.flags=}: SGLang receives no tensors where {flag} splits or copies an engine; leave it away,"
-            f" {or_disk}"
-        )
+        yield (f"{engines.flags=}: SGLang cannot receive tensors with {flag}; remove this flag, {or_disk}")

@@ -251,8 +251,8 @@ class ChatTokenizer:
         inside = re.sub(rf"^(\s|{ends.pattern})+|(\s|{ends.pattern})+$", "", text)
         if end := ends.search(inside):
             raise UserError(
-                f"{end[0]!r} in a completion ({text!r:.80}) is a token that begins, ends or fills a text of this model,"
-                " so no reward would see it; use another mark"
+                f"{end[0]!r} in a completion ({text!r:.80}) is a token with which this model begins, ends or pads a"
+                " text; it is removed before rewards are computed, so write other text there"
             )
         return self.decode(self._encoder.encode(text))
 
@@ -328,8 +328,8 @@ def message_text(message: Message) -> str:
 def _unstable(message: Message) -> UserError:
     return UserError(
         "the chat template rewrites earlier turns, so the assistant's tokens cannot be found (at"
-        f" {content_text(message)[:80]!r}); put {{% generation %}}...{{% endgeneration %}} around what the assistant"
-        " writes and pass it as model.chat_template"
+        f" {content_text(message)[:80]!r}); put {{% generation %}}...{{% endgeneration %}} around the assistant's text"
+        " in the template, and set model.chat_template to it"
     )
 
 
@@ -337,7 +337,7 @@ def _no_continuation(messages: Messages) -> UserError:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return UserError(
         f"the chat template does not continue a conversation with messages of role {roles} (at"
-        f" {messages[0]['content'][:80]!r}) in one way that stands by itself, so rl.environment cannot answer the"
-        " policy: use other roles in the environment, or a template that writes every message after the one before it"
-        " as model.chat_template"
+        f" {messages[0]['content'][:80]!r}) in a way that depends only on these messages, so rl.environment cannot"
+        " answer the policy: use other roles in the environment, or set model.chat_template to a template that"
+        " appends each message to the text before it"
     )

@@ -46,7 +46,9 @@ class Encoder:
         `tokens_max` tokens.
         """
         if tokens_max is not None and len(text) >= LONG_CHARS and self._fewest(text) >= tokens_max:
-            raise TooLong(f"a text of {len(text)} characters leaves none of {tokens_max} tokens")
+            raise TooLong(
+                f"a text of {len(text)} characters needs more than the {tokens_max} tokens that there is room for"
+            )
 
     def encode(self, text: str, as_text: Sequence[Span] = (), before: Sequence[int] = ()) -> list[int]:
         """The tokens of `text` after the tokens `before`.

@@ -160,7 +160,7 @@ class ChatTemplate:
         except FAULTS as error:
             what = f"{type(error).__name__} {error}".strip()
             raise UserError(
-                f"the chat template refuses a conversation ({what:.300}): {json.dumps(messages)[:300]}"
+                f"the chat template raises an error for a conversation ({what:.300}): {json.dumps(messages)[:300]}"
             ) from error
         return _split_marks(text, mark) if self.has_marks else (text, [])
 
@@ -246,9 +246,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _changed(where: str) -> UserError:
     return UserError(
-        f"the chat template makes another text of a control token that a message has (at {where!r}), so it cannot be"
-        " told from the template's own; take it out of the data, or set model.control_tokens=as_written, and it is the"
-        " control token itself"
+        f"a message contains the text of a control token (at {where!r}), and the chat template changes this text, so"
+        " rlpipe cannot tell it from the control tokens of the template; remove it from the data, or set"
+        " model.control_tokens=as_written to keep it as a control token"
     )
 
 

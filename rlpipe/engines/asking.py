@@ -107,7 +107,11 @@ async def cut_short(client: EngineClient, request_id: str, enough: asyncio.Event
         try:
             await client.abort([request_id])
         except RequestRefused as error:
-            log.warning("%s: %s; what it runs for nothing goes on to its end", client.url, error)
+            log.warning(
+                "%s refused to abort a request (%s): the request runs to its end, and its result is not used",
+                client.url,
+                error,
+            )
             return
         except EngineError:  # the request itself then fails, too, or runs to its end
             pass

@@ -63,7 +63,9 @@ class Engine:
                 await self.client.release()
             except EngineError as error:
                 log.warning(
-                    "%s could not give its memory back (%s): it is ended until it is to serve", self.client.name, error
+                    "%s could not free its memory (%s): it is stopped, and started again when it has to serve",
+                    self.client.name,
+                    error,
                 )
                 await asyncio.to_thread(self.service.stop)
             self.released, self.unwell_since = True, None
@@ -78,7 +80,10 @@ class Engine:
         elif weights.folder == self.base:
             await self.client.load_adapter(weights.adapter, weights.version)
         else:
-            raise EngineError(f"{self.client.name} was started on {self.base}, and the adapter is of {weights.folder}")
+            raise EngineError(
+                f"{self.client.name} was started on the base {self.base}, but the adapter belongs to the base"
+                f" {weights.folder}"
+            )
 
     async def started_on(self, weights: Weights) -> None:
         """Completes a start on a policy's folder: sets the version label, and loads the adapter."""

@@ -135,7 +135,8 @@ class Fleet:
             self._say_s += SAY_S
             names = ", ".join(host.name for host in self.hosts)
             log.warning(
-                "no engine may sample for %.0f s: those of %s start, load weights, or are lost",
+                "no engine has been able to sample for %.0f s: the engines of %s are starting, loading weights, or"
+                " lost",
                 now - self._silent_at,
                 names,
             )
@@ -173,7 +174,7 @@ class Fleet:
         except (OSError, StoreError, EngineError) as error:
             if not self.clients and isinstance(error, EngineError):
                 raise
-            log.warning("hosts that join or leave are not seen for a while: %s", error)
+            log.warning("cannot see which hosts join or leave, and tries again: %s", error)
             return
         finally:
             self._awaiting = False

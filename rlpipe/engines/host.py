@@ -169,8 +169,14 @@ class EngineHost:
                 await Transfer(self.config, sender, keys, receivers).receive(before.folder, version, files)
             except (EngineError, StoreError, OSError) as error:
                 self._spoilt += any(engine.proved is None for engine in receivers)
-                onward = ", and so are all that follow" if self._spoilt == SPOILT_MAX else ""
-                log.warning("weight version %d is read from disk, not from the trainer (%s)%s", version, error, onward)
+                onward = "; all later versions are loaded from disk as well" if self._spoilt == SPOILT_MAX else ""
+                log.warning(
+                    "weight version %d is loaded from disk, because the transfer from the trainer's memory failed"
+                    " (%s)%s",
+                    version,
+                    error,
+                    onward,
+                )
                 return []
             self._spoilt = 0
             # the two versions may have the same weights if the trainer's answers are equal; `stale`
@@ -180,7 +186,10 @@ class EngineHost:
                 *(self._prove(engine, weights) for engine in receivers), return_exceptions=True
             )
             for fault in filter(None, proofs):
-                log.warning("what came from the trainer's memory is not served (%s): it is read from disk", fault)
+                log.warning(
+                    "weights that came from the trainer's memory cannot be served (%s): they are loaded from disk",
+                    fault,
+                )
             return [engine for engine, fault in zip(receivers, proofs, strict=True) if fault is None]
 
     async def _reload(self, weights: Weights, received: list[Engine]) -> None:

@@ -173,9 +173,7 @@ class EnginePool:
         while self._num_calls:
             left = max(since, self.heard_at) + self.progress_timeout_s + GIVEN_UP_S - time.monotonic()
             if left <= 0:
-                raise EngineError(
-                    f"{self._num_calls} calls that sample do not end, so engines cannot give their memory back"
-                )
+                raise EngineError(f"{self._num_calls} sampling calls do not end, so engines cannot free their memory")
             self._last_ended.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._last_ended.wait(), left)
@@ -241,7 +239,10 @@ class EnginePool:
             if fault is not None:
                 num_faults += 1
                 log.info(
-                    "a rollout of %s goes elsewhere with %d tokens: %s", group.prompt_id, len(completion.tokens), fault
+                    "a rollout of %s continues on another engine with its %d tokens: %s",
+                    group.prompt_id,
+                    len(completion.tokens),
+                    fault,
                 )
                 # engines that refuse connections use up attempts at once: both limits must be
                 # exceeded
@@ -282,7 +283,9 @@ class EnginePool:
             load.faults = 0
         elif time.monotonic() >= load.rest_until:
             # all requests in flight fail together, which counts as one fault
-            log.warning("%s gets nothing for a while, its rollouts go elsewhere: %s", client.name, fault)
+            log.warning(
+                "%s gets no requests for a while, its rollouts continue on other engines: %s", client.name, fault
+            )
             load.rest_until = time.monotonic() + min(REST_FIRST_S * 2**load.faults, REST_MAX_S)
             load.faults += 1
         return sampled, fault
@@ -304,7 +307,7 @@ class EnginePool:
                     load.in_flight += 1
                     return client
                 if time.monotonic() - self.fleet.well_at > self.progress_timeout_s:
-                    raise EngineError(f"no engine was well for {self.progress_timeout_s:g} s: see the engines' logs")
+                    raise EngineError(f"no engine was healthy for {self.progress_timeout_s:g} s: see the engines' logs")
                 # as many as there are free seats are woken at least every LOOK_AGAIN_S
                 await self._changed.wait()
             self._changed.notify()  # another one may take the seat for which this was woken

@@ -90,7 +90,7 @@ class Transfer:
             sending.cancel()
         fault = next((outcome for outcome in reversed(outcomes) if isinstance(outcome, BaseException)), None)
         if fault is None and (sent := _hashes(outcomes[0])) != files:
-            fault = EngineError(f"it sent files {sent}, the policy has {files}")
+            fault = EngineError(f"the trainer sent the files {sent}, but the policy has {files}")
         await asyncio.gather(*(engine.client.leave(group, go_on=fault is None) for engine in self._engines))
         if fault is not None:
             raise fault if isinstance(fault, EngineError) else EngineError(repr(fault))
@@ -100,7 +100,7 @@ class Transfer:
         try:
             return OFFER.validate_python(answer["offer"])
         except (ValidationError, LookupError) as error:
-            raise EngineError(f"{self._sender.url} offers what is not understood: {error!s:.300}") from error
+            raise EngineError(f"cannot read the answer of the trainer at {self._sender.url}: {error!s:.300}") from error
 
     async def _ask(self, job: str, body: JsonDict) -> JsonDict:
         """Requests a job of the trainer until it is done (the trainer does it once); returns its
@@ -121,9 +121,9 @@ class Transfer:
             # trains has no longer this policy
             waits = answer.get("error") == "busy" and answer.get("position") == self._sender.position
             if status != 202 and not waits:
-                raise EngineError(f"the trainer does not {job} it: {answer.get('error')}")
+                raise EngineError(f"the trainer refused to {job} weights: {answer.get('error')}")
             await asyncio.sleep(BUSY_RETRY_S if status != 202 else 0)
-        raise EngineError(f"the trainer did not {job} within {SEND_TIMEOUT_S:g} s")
+        raise EngineError(f"the trainer did not {job} weights within {SEND_TIMEOUT_S:g} s")
 
 
 def _hashes(result: Any) -> dict[str, str]:

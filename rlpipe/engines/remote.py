@@ -212,7 +212,10 @@ class HostService:
         if await asyncio.to_thread(self.host.store.exists, manifest):
             raise fault
         log.warning(
-            "weight version %d cannot be had from the trainer's node: waiting for the store (%s)", wanted.version, fault
+            "weight version %d cannot be fetched from the trainer's node, so this host waits until the store has it"
+            " (%s)",
+            wanted.version,
+            fault,
         )
         while wanted is self._wanted and not await asyncio.to_thread(self.host.store.exists, manifest):
             if time.monotonic() > deadline:
@@ -281,14 +284,14 @@ class RemoteHost:
                 status, answer = await self.peer.call("POST", "/release", {}, SERVE_TIMEOUT_S)
             except ConnectionError as error:
                 if self.peer.lost:
-                    log.warning("%s: it is taken for lost, and its memory for free", error)
+                    log.warning("%s: this host counts as lost, and the memory of its engines as free", error)
                     return
                 await asyncio.sleep(RELEASE_AGAIN_S)
                 continue
             if status == 200:
                 return
             if status != 202:
-                raise EngineError(f"host {self.name} does not give its engines' memory back ({status}): {answer}")
+                raise EngineError(f"host {self.name} did not free the memory of its engines ({status}): {answer}")
 
     async def clients(self, version: int) -> list[EngineClient]:
         if self.peer.resting:
@@ -297,11 +300,15 @@ class RemoteHost:
         try:
             status = HostStatus.model_validate(answer)
         except ValidationError as error:
-            raise EngineUnavailable(f"host {self.name} does not answer as one: {answer!r:.200}") from error
+            raise EngineUnavailable(
+                f"host {self.name} does not answer as an engine host does: {answer!r:.200}"
+            ) from error
         self.progress = status.progress
         kind, keys = self.peer.record.engine, engine_keys(self.peer.record.key)
         if kind not in extras.ENGINES:  # a host of newer code
-            raise EngineUnavailable(f"host {self.name} has engines of kind {kind!r}, which this rlpipe does not know")
+            raise EngineUnavailable(
+                f"host {self.name} has engines of kind {kind!r}, which this version of rlpipe does not know"
+            )
         clients = [kind_of(kind).client(engine.name, engine.url, self.session, keys) for engine in status.engines]
         for client, engine in zip(clients, status.engines, strict=True):
             client.adapted = engine.adapted

@@ -187,8 +187,8 @@ async def run_stage(
     owner = run.owner(*key)
     if owner is not run:
         raise UserError(
-            f"{key.phase}/{key.iteration:05d}/{key.stage} belongs to run {owner.name}, which this was forked from: do"
-            " it there"
+            f"{key.phase}/{key.iteration:05d}/{key.stage} belongs to run {owner.name}, from which this run was forked;"
+            f" run this stage in {owner.name}"
         )
     started_at, attempt = now(), Attempt(run.store, run.folder(*key), new_attempt(run.lease))
     produced = await asyncio.to_thread(produce, attempt)

@@ -92,7 +92,9 @@ class Upload:
             except GangLost as error:
                 log.warning("%s", error)
             except NotResident as error:
-                log.warning("%s: what it had of %s is made again", error, self.job.position)
+                log.warning(
+                    "%s: the trainer makes the files of %s again that it had not uploaded yet", error, self.job.position
+                )
                 await self._publish_again()
         raise TrainerError(f"the trainer was lost {ATTEMPTS_MAX} times before {self.job.position} was in the store")
 
@@ -108,8 +110,8 @@ class Upload:
                 return
         if any(again[name] != self.answer[name] for name in ("policy", "state", "gap")):
             raise TrainerError(
-                f"the trainer was lost before {self.job.position} was in the store, and what it makes again has other"
-                " bits. The iteration is trained again from its batch at the next start"
+                f"the trainer was lost before {self.job.position} was in the store, and the files that it made again"
+                " have other bits. Start the run again: the iteration is then trained again from its batch"
             )
 
     def _check_memory(self) -> None:
@@ -118,6 +120,6 @@ class Upload:
         """
         if self.session.trainer.memory and self.session.trainer.memory.turn == "engines":
             raise TrainerError(
-                f"the trainer was lost before {self.job.position} was in the store, and engines have its memory"
-                " (engines.colocate). The iteration is trained again from its batch at the next start"
+                f"the trainer was lost before {self.job.position} was in the store, and engines use its memory now"
+                " (engines.colocate). Start the run again: the iteration is then trained again from its batch"
             )

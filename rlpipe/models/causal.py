@@ -98,7 +98,10 @@ def hidden_states(lm: Any, tokens_RL: Tensor, positions_RL: Tensor, mask: Attent
     given: dict[str, Any] = {"position_ids": positions_RL, "use_cache": False}
     if mask is not None:
         if not (takes(base, "attention_mask") and takes(base, "position_ids")):
-            raise UserError(f"model config: {lm.config.model_type} takes no mask and positions")
+            raise UserError(
+                f"model config: {lm.config.model_type} has a forward pass without attention_mask and position_ids,"
+                " which rlpipe needs; use another model"
+            )
         given["attention_mask"] = mask
     return base(
         input_ids=tokens_RL, **{name: value for name, value in given.items() if takes(base, name)}
@@ -110,7 +113,8 @@ def base_of(lm: Any) -> Any:
     base = lm.base_model if lm.base_model is not lm else getattr(lm, "model", None)
     if not any(module is base for module in lm.children()):
         raise UserError(
-            f"model config: {lm.config.model_type} has no base model below its head, and cannot be trained here"
+            f"model config: {lm.config.model_type} has no base model below its output layer, and cannot be trained"
+            " here; use another model"
         )
     return base
 
@@ -254,7 +258,8 @@ def restore_buffers(lm: Any) -> None:
     ]
     if lost:
         raise UserError(
-            f"model config: {lm.config.model_type} cannot be loaded here: nothing makes its {', '.join(lost[:3])} again"
+            f"model config: {lm.config.model_type} cannot be loaded here: its code does not compute its buffers"
+            f" {', '.join(lost[:3])}, which are not stored with the weights"
         )
 
 

@@ -141,7 +141,7 @@ def check_team(config: PretrainedConfig, ranks: int) -> None:
         shares = [str(count) for count in range(1, ranks + 1) if heads % count == 0]
         raise UserError(
             f"trainer.context_ranks={ranks}: the {heads} attention heads (num_attention_heads) of {config.model_type}"
-            f" are not shared evenly by {ranks} ranks; use {' or '.join(shares)}"
+            f" cannot be divided evenly among {ranks} ranks; use {' or '.join(shares)}"
         )
 
 
@@ -158,7 +158,8 @@ def use_team(lm: Any, team: Team) -> None:
         fault = f"its attention ({own}) is computed in its own way"
     if fault:
         raise UserError(
-            f"trainer.context_ranks={team.ranks}: rows of {family} cannot be shared: {fault}; use context_ranks = 1"
+            f"trainer.context_ranks={team.ranks}: rows of {family} cannot be split over a context-parallel group:"
+            f" {fault}; use trainer.context_ranks = 1"
         )
     for layer in lm.modules():  # `attend` gets the layer as an argument
         layer._team = team
@@ -198,7 +199,7 @@ def attend(
     team: Team = layer._team
     heads, kept = query_RASD.shape[HEADS], key_RASD.shape[HEADS]
     if heads % team.ranks or heads % kept or others.get("position_bias") is not None:
-        raise ValueError(f"an attention layer of {heads} heads cannot be shared by {team.ranks} ranks")
+        raise ValueError(f"an attention layer of {heads} heads cannot be split over {team.ranks} ranks")
     times = math.lcm(kept, team.ranks) // kept
     if times > 1:
         key_RASD, value_RASD = (part.repeat_interleave(times, HEADS) for part in (key_RASD, value_RASD))

@@ -56,7 +56,7 @@ def check_gpus(field_name: str, gpu_ids: list[int], num_processes: int = 1) -> N
             inherited = f"; {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
             raise UserError(
                 f"{field_name}={gpu_ids}: not all of them are of this machine ({here}{inherited}); name others, or run"
-                " it on another place"
+                " it on another machine"
             )
 
 

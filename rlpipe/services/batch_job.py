@@ -48,7 +48,7 @@ class BatchJob:
                     self.became = await _squeue("--states=all", f"--jobs={ids}")
             self.lines = lines
         except OSError as error:
-            log.warning("what became of the Slurm job %s is not known: %s", self.name, error)
+            log.warning("the state of Slurm job %s is not known: %s", self.name, error)
 
     @property
     def queued(self) -> bool:

@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 3.0, 5.0
 # a service that could not be reached is not called for so long; doubled each time
 REST_FIRST_S, REST_MAX_S = 1.0, 60.0
 WANTED = {
-    TRAINER: (TrainerError, "no gang of the run answered", "on the node that trains run `rlpipe trainer"),
+    TRAINER: (TrainerError, "no trainer of the run answered", "on the node that trains run `rlpipe trainer"),
     ENGINES: (EngineError, "no engine host could be reached", "on each node that samples run `rlpipe host"),
 }
 
@@ -206,7 +206,7 @@ class ServiceFinder:
         fault, what, command = WANTED[self._kind]
         advice = f"{command} --store {self._run.store.url} --run {self._run.name}`"
         if self._job and self._job.ended:
-            return fault(f"{what}, and none will: {self._job}; its log, if it began, says why it ended")
+            return fault(f"{what}, because its job has ended: {self._job}; the log of that job, if it began, says why")
         if self._job and self._job.lines is not None:
             advice = str(self._job)
         elif self._started_here:

@@ -165,8 +165,8 @@ def _refuse(address: str, record: ServiceRecord) -> None:
     if record.start not in _refused:
         _refused.add(record.start)
         log.warning(
-            "%s was not left by who has this %s: what it names (%s) is not asked; start that service again with the "
-            "key and the version of the flow",
+            "%s was not signed with this %s, so the address in it (%s) is not used; start that service again with the "
+            "key and the rlpipe version of the flow",
             address, KEY_VARIABLE, record.url,
         )  # fmt: skip
 

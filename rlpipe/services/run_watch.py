@@ -46,7 +46,9 @@ class RunWatch:
                 self._has_beaten |= beats and bool(self._pulse)
                 self._pulse = now
             except (OSError, StoreError) as error:
-                log.warning("the store does not say whether run %s is worked on: %s", self.run, error)
+                log.warning(
+                    "cannot read from the store whether a process works on run %s, and tries again: %s", self.run, error
+                )
                 beats = True
             self._looked_at = time.monotonic()
             self._beat_at = self._looked_at if beats else self._beat_at

@@ -149,8 +149,8 @@ def check_vocabulary(name: str, own: bytes, other: bytes) -> None:
     differ = sorted({token for token, _ in policy.items() ^ reference.items()})
     if differ:
         raise UserError(
-            f"rl.reference={name!r}: its vocabulary is another one, {len(differ):,} tokens differ, for example"
-            f" {differ[0]!r}; use a model with the tokenizer of this run's"
+            f"rl.reference={name!r}: its vocabulary differs in {len(differ):,} tokens, for example {differ[0]!r}; use"
+            " a model with the tokenizer of this run's"
         )
 
 

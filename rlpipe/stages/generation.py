@@ -206,7 +206,9 @@ async def _check_answered(
     if not faults or _any_answered(rollouts):
         return
     log.warning(
-        "%s: the environment failed all that it heard, %s; waiting for the other shards", key.stage, dict(faults)
+        "%s: the environment has failed in every rollout that it answered, %s; waiting for the other shards",
+        key.stage,
+        dict(faults),
     )
     sampling_round.unanswered.add(key)
     patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
@@ -224,11 +226,13 @@ async def _check_answered(
             raise UserError(
                 f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault;"
                 f" {key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says"
-                " which). These are not committed: mend it and start again, and they are sampled again"
+                " which). These rollouts are not committed. Mend the environment or agent and start again: they are"
+                " sampled again"
             )
         await asyncio.sleep(POLL_S)
     raise EngineError(
-        f"{key.stage}: its environment failed all that it heard, and no other shard ended in {patience_s:g} s"
+        f"{key.stage}: the environment has failed in every rollout that it answered, and no other shard ended in"
+        f" {patience_s:g} s"
     )
 
 

@@ -188,7 +188,9 @@ def _check_names(names: Any, field: str, path: str) -> None:
     missing = [name for name in NEEDED if name not in names]
     if missing or not any(name.endswith(".safetensors") for name in names):
         wanted = ", ".join(missing or ["*.safetensors"])
-        raise UserError(f"{field}={path!r} is no model in HF format: {wanted} is missing; empty builds a new model")
+        raise UserError(
+            f"{field}={path!r} is no model in HF format: {wanted} is missing; leave {field} empty for a new model"
+        )
 
 
 def _checked(folder: Path, field: str, path: str) -> Path:

@@ -117,8 +117,9 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
     facts = facts_of(earlier, PromptsFacts)
     if facts.data_sha256 != session.data.sha256:
         raise UserError(
-            f"the rl data sets have changed since {before.folder} was drawn (or the room for a prompt, where too long"
-            " ones are dropped): restore them, or start another run"
+            f"the data sets with use = 'rl' have changed since the prompts of {before.folder} were drawn (or, with"
+            " on_too_long = 'drop', the longest prompt that is allowed has changed): restore them, or start another"
+            " run"
         )
     if round_index:
         metrics |= {name: count for name, count in earlier.items() if name.startswith("rollout/")}
@@ -149,22 +150,23 @@ def check_carried(run: Run) -> None:
     before = run.owner("rl", at, "rollouts").config.rl
     if num_groups and now.overlap != "none":
         raise UserError(
-            f"rl.overlap={now.overlap!r}: {num_groups} groups that iteration {at} carried would be trained beside what"
-            " the next one samples, and they are older: fork at an iteration whose rollout/groups_carried is 0, or"
-            " with rl.overlap = 'none'"
+            f"rl.overlap={now.overlap!r}: iteration {at} left {num_groups} groups with partial rollouts, and with this"
+            " overlap they would be older than the rollouts that they are trained with: fork at an iteration whose"
+            " rollout/groups_carried is 0, or with rl.overlap = 'none'"
         )
     differ = [name for name in ("temperature", "top_p") if getattr(before, name) != getattr(now, name)]
     if num_groups and (before.environment, before.environment_args) != (now.environment, now.environment_args):
         raise UserError(
-            f"rl.environment={now.environment!r}: {num_groups} groups that iteration {at} carried were begun without"
-            " it, or with other arguments, and a rollout does not go on in another environment. Two ways out: fork"
-            f" with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which finishes them, and then fork that run"
-            f" at {at + 1}; or fork at an iteration whose rollout/groups_carried is 0"
+            f"rl.environment={now.environment!r}: iteration {at} left {num_groups} groups with partial rollouts that"
+            " began without this environment, or with other arguments, and a rollout cannot continue in another"
+            f" environment. Two ways out: fork with rl.oversampling = 1 and rl.num_iterations = {at + 2}, which"
+            f" finishes these groups, and then fork that run at {at + 1}; or fork at an iteration whose"
+            " rollout/groups_carried is 0"
         )
     if num_groups and differ and now.train_stale_tokens:
         raise UserError(
-            f"rl.{differ[0]} differs from that of the rollouts that iteration {at} carried: keep it, or set "
-            "rl.train_stale_tokens = false, so that their logprobs are not trained on"
+            f"rl.{differ[0]} has another value in the partial rollouts that iteration {at} left: keep that value, or"
+            " set rl.train_stale_tokens = false, so that their logprobs are not trained on"
         )
 
 

@@ -238,7 +238,7 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
     policy = _first_policy(run, phase) if state is None else None
     adapter = new_adapter(run.config) if policy else None
     load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)
-    log.info("trainer: loading %s, then replaying %d", load.position, iteration - 1 - newest)
+    log.info("trainer: loading %s, then replaying %d iterations", load.position, iteration - 1 - newest)
     warn_of_differences(load.position, (await send(gang, load))["differs"])
     for replayed in range(newest + 1, iteration):
         await send(gang, rl_job(run, replayed, run.record(replayed).artifact("batch")))
@@ -251,7 +251,8 @@ def warn_of_differences(position: str, differs: str) -> None:
     """
     if differs:
         log.warning(
-            "%s was saved by another trainer (%s): nothing is lost, and the run goes on, but not to the same bits",
+            "%s was saved by another kind of trainer (%s): the run goes on and nothing is lost, but its results will"
+            " not have the same bits as without this change",
             position,
             differs,
         )

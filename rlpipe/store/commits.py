@@ -166,10 +166,10 @@ class Commits:
         if self._is_taken_over():
             return  # TakenOver is raised for it elsewhere; the files are the other holder's now
         if not done:
-            log.warning("what the newest iteration made was not committed within %g s: it is made again", CLOSE_S)
+            log.warning("the newest iteration was not committed within %g s: the next start makes it again", CLOSE_S)
         elif not _succeeded(self._last) and not isinstance(self._last.exception(), CommittedLate):
             log.warning(
-                "what the newest iteration made was not committed (%r): it is made again", self._last.exception()
+                "the newest iteration was not committed (%r): the next start makes it again", self._last.exception()
             )
 
     def _is_taken_over(self) -> bool:

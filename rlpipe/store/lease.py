@@ -136,7 +136,7 @@ class Lease:
         with self._changed:
             if self._released:
                 raise StoreError(
-                    f"{_key(self._run_root, self.number)} was given back: nothing more is committed under it"
+                    f"{_key(self._run_root, self.number)} was released: nothing more can be committed under this lease"
                 )
             self._deeds += 1
         try:
@@ -283,7 +283,7 @@ def write_off(store: Store, run_root: str, number: int) -> None:
     """
     holder = unreleased(store, run_root, [number]).get(number) if number in numbers(store, run_root) else None
     if holder is None:
-        raise UserError(f"--lost {number}: the run has no such lease, or it was given back")
+        raise UserError(f"--lost {number}: the run has no such lease, or it was released")
     if holder.is_here:
         raise UserError(f"--lost {number}: {holder} lives")
     store.put(_key(run_root, number), sealed(replace(holder, released=True)))

@@ -212,7 +212,7 @@ class NearObjects:
         if place in self._left:
             return False
         self._left.add(place)
-        log.warning("the store is read, not what is nearer: %s: %s", key, why)
+        log.warning("reading from the store instead of a nearer copy: %s: %s", key, why)
         return True
 
     def _place(self, key: str) -> NodeDisk:

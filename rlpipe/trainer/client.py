@@ -97,7 +97,7 @@ class TrainerClient:
             if status == STATUS_STORE:
                 raise OSError(errno.EIO, message)
             if status == 409 and message == "not resident":
-                raise NotResident(f"the trainer holds {answer.get('position')}, not what {job} starts from")
+                raise NotResident(f"the trainer holds {answer.get('position')}, and {job} starts from another position")
             if status not in (202, 409):
                 raise TrainerError(f"the trainer refused {job} ({status}): {message}")
             if status == 409:
@@ -137,13 +137,13 @@ class TrainerClient:
         """
         async with self._bringing_back:
             if self._times_lost == times_lost:
-                log.warning("the trainer was lost while doing %s (%s): bringing it back", job, why)
+                log.warning("the trainer was lost while doing %s (%s): starting it again", job, why)
                 try:
                     self.url = await self.place.bring_back()
                 except TrainerError as error:
                     raise TrainerError(f"{error}\nThe trainer was lost while doing {job}: {why}") from error
                 self._times_lost += 1
-                log.warning("the trainer is back, and empty")
+                log.warning("the trainer runs again, and holds no weights yet")
         return GangLost(f"the trainer was lost while doing {job}: {why}")
 
     async def close(self) -> None:

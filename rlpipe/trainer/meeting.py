@@ -144,7 +144,7 @@ class Pulse:
                     self._listen()
                 time.sleep(BEAT_S)
         except RuntimeError as error:
-            self._lost(f"node 0 is gone, and with it where the gang meets ({error!s:.300})")
+            self._lost(f"node 0 is lost, and with it the address at which all trainer processes meet ({error!s:.300})")
 
     def _beat(self) -> None:
         self._beats += 1

@@ -205,10 +205,10 @@ def plan_step(
     """
     longest = max(lengths, default=1)
     if longest > tokens_max * context_ranks:
-        shared = f" and trainer.context_ranks={context_ranks} ranks share a row" if context_ranks > 1 else ""
+        shared = f" and trainer.context_ranks={context_ranks} ranks split a row" if context_ranks > 1 else ""
         raise UserError(
-            f"a sequence has {longest} tokens, trainer.tokens_max={tokens_max}{shared}; set trainer.tokens_max to "
-            f"{-(-longest // context_ranks)}, or let more ranks share a row (trainer.context_ranks)"
+            f"a sequence has {longest} tokens, trainer.tokens_max={tokens_max}{shared}; set trainer.tokens_max to"
+            f" {-(-longest // context_ranks)}, or raise trainer.context_ranks, so that more ranks split a row"
         )
     tokens_max, ranks = tokens_max * context_ranks, ranks // context_ranks
     hands, tried = deal(lengths, ranks), {}

@@ -260,8 +260,8 @@ class GangService:
     def __init__(self, store: Store, config: PipelineConfig, node: int, address: str) -> None:
         if node >= (nodes := config.trainer.nodes):
             raise UserError(
-                f"--node {node}: trainer.nodes={nodes} of run {config.run} are numbered from 0; join as one of 0 to"
-                f" {nodes - 1}"
+                f"--node {node}: trainer.nodes={nodes} of run {config.run} are numbered from 0; give --node a number"
+                f" from 0 to {nodes - 1}"
             )
         self.registration = Registration(store, f"runs/{config.run}", TRAINER, ServiceRecord(node_name(node), ""))
         self._config = config
@@ -285,13 +285,13 @@ class GangService:
                 while gang.alive and (self._node == 0 or await self._announced() in ("", met_at)):
                     await asyncio.sleep(WATCH_S)
             except TrainerError as error:
-                log.warning("the gang did not come up: %s", error)
+                log.warning("the trainer processes did not start: %s", error)
             finally:
                 self._ran_at = time.monotonic()
                 await gang.close()
                 self._gang = None  # another process may have its address now
-            log.warning("the gang of node %d ended", self._node)
-        raise TrainerError(f"the gang ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
+            log.warning("the trainer processes of node %d ended", self._node)
+        raise TrainerError(f"the trainer processes ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
     async def idle_s(self) -> float:
         """Seconds since the trainer's last job; 0 while it is starting.
@@ -335,6 +335,6 @@ class GangService:
         try:
             records = await asyncio.to_thread(registered, self.registration.store, self.registration.run_root, TRAINER)
         except OSError as error:
-            log.warning("the store does not say where the gang meets: %s", error)
+            log.warning("cannot read from the store where the trainer processes meet, and tries again: %s", error)
             return ""
         return next((record.rendezvous for record in records if record.name == node_name(0)), "")

@@ -135,9 +135,7 @@ class Fetches:
         with self._changed:
             while self._changed.wait_for(lambda: bool(self.going), quiet_s):
                 if not self._changed.wait_for(lambda: not self.going, deadline - time.monotonic()):
-                    log.warning(
-                        "an upload waited %g s for other nodes that fetch weights: it waits no longer", GIVE_WAY_S
-                    )
+                    log.warning("an upload waited %g s while other nodes fetched weights, and starts now", GIVE_WAY_S)
                     # the fetch of a lost node may end late: it must not delay further uploads
                     self.going.clear()
                     return

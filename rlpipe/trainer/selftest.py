@@ -105,7 +105,10 @@ def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
         raise UserError(f"{error}{_alone(gang)}") from None
     if rows is Rows.SINGLE and gang.rank == 0:
         log.warning(
-            "%s: sequences are trained one a row: packed ones would see each other (%.2g per token)", family, proof.leak
+            "%s: each sequence is trained in a row of its own, because packed sequences would attend to each other"
+            " (logprobs differ by %.2g per token)",
+            family,
+            proof.leak,
         )
     far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
     if not far <= FAR_GRADIENT[gang.options.dtype]:
@@ -188,7 +191,7 @@ def _alone(gang: Gang) -> str:
     it.
     """
     count = gang.context_ranks
-    return f" where {count} ranks share each row; use trainer.context_ranks = 1" if count > 1 else ""
+    return f" with context-parallel groups of {count} ranks; use trainer.context_ranks = 1" if count > 1 else ""
 
 
 def _mean(one_N: Tensor, other_N: Tensor) -> float:
@@ -294,7 +297,11 @@ def _prove_shared(
     try:
         shared, leak = tried(policy, texts, others, Rows.SHARED, device)
     except MODEL_FAULTS as error:
-        log.info("%s: prompts are not shared: %.300s", policy.lm.config.model_type, error)
+        log.info(
+            "%s: the rollouts of a group cannot share the computation of their prompt: %.300s",
+            policy.lm.config.model_type,
+            error,
+        )
         settle(policy, device)
         return math.inf, math.inf
     return _mean(torch.cat(shared), torch.cat(own)), leak

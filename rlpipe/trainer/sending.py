@@ -108,7 +108,7 @@ class Sending:
 
     def _group(self, job: SendJob) -> ReceiverGroup:
         if job.position != self._position or job.group not in self._meetings:
-            raise StoreError(f"group {job.group} was offered nothing of {job.position}")
+            raise StoreError(f"the trainer did not offer {job.position} to group {job.group} of engines")
         return ReceiverGroup(self._meetings[job.group], job, self._gang.device)
 
 
@@ -180,7 +180,9 @@ class ReceiverGroup:
             error = doing.exception(ABORT_S)
         except TimeoutError:
             # the state of this process is unknown: it ends; the trainer is rebuilt from the store
-            raise RuntimeError(f"a group with engines hangs, {STALL_S:g} s and its abort are over") from None
+            raise RuntimeError(
+                f"sending weights to engines hangs: it took more than {STALL_S:g} s, and could not be aborted"
+            ) from None
         _forget_frames(error)
         raise OSError(f"a receiver of weights was late by {STALL_S:g} s")
 

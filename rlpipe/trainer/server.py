@@ -173,7 +173,7 @@ def _work(argument: str) -> None:
         server = NodeServer(options, uploads) if board is None else GangServer(options, board, gang.size, uploads)
         threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True, name="http").start()
         log.info(
-            "node %d of a gang of %d serves on %s:%d (pid %d)",
+            "node %d of a trainer of %d ranks serves on %s:%d (pid %d)",
             gang.node,
             gang.size,
             options.host,
@@ -196,7 +196,7 @@ def end(board: Board | None, why: str) -> NoReturn:
     """Ends this process; the launcher then ends the other ranks. Rank 0 first answers waiting
     requests with the reason.
     """
-    log.error("the gang ends: %s", why)
+    log.error("the trainer processes end: %s", why)
     if board is not None:
         board.give_up(why)
         time.sleep(DELIVERY_S)

@@ -75,7 +75,7 @@ class AgentEndpoint:
             await web.TCPSite(self._runner, address, 0, backlog=BACKLOG).start()
         except OSError as error:
             raise UserError(
-                f"rl.agent_address={address!r}: nobody can listen there ({error}); use an address of this machine"
+                f"rl.agent_address={address!r}: cannot listen there ({error}); use an address of this machine"
             ) from error
         host, port, *_ = self._runner.addresses[0]
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -102,7 +102,7 @@ class AgentEndpoint:
         try:
             given = request.headers.get("Authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
             if guest is None or not key_fits(given, guest.api_key):
-                raise ChatRefused(401, "the key is of no rollout that runs", "invalid_api_key")
+                raise ChatRefused(401, "the API key belongs to no running rollout", "invalid_api_key")
             return await handler(request)
         except ChatRefused as error:
             refused = error

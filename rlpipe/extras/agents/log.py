@@ -117,5 +117,5 @@ def _read(address: str, line: bytes) -> tuple[Place, CallKey, list[Completion]]:
         return (group, index), CallKey(*entry["call"]), completions
     except (ValueError, LookupError, TypeError) as error:
         raise StoreError(
-            f"{address} is damaged: a line of it is no call ({error!r}); delete it, and its calls are sampled again"
+            f"{address} is damaged: a line is no call ({error!r}); delete this file, and its calls are sampled again"
         ) from error

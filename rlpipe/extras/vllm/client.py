@@ -135,7 +135,7 @@ class VllmClient(EngineClient):
     def _version(self, label: str) -> int:
         if not label.isdecimal():
             raise EngineUnavailable(
-                f"{self.url} reports weight version {label!r}: nobody told it, it was started just now"
+                f"{self.url} reports weight version {label!r}, so it was started just now and has not got its weights"
             )
         return int(label)
 

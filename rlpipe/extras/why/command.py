@@ -43,7 +43,9 @@ def compare_rewards(run: Run, reward: str, say: Say) -> bool:
 def _proof(verdict: Verdict, run_fork: RunFork) -> list[str]:
     """Runs the fork; returns the lines about its result."""
     if (pair := provable(verdict)) is None:
-        raise UserError("--prove: no fork can leave out what is named first: it was sampled with, or is in the data")
+        raise UserError(
+            "--prove: no fork can undo the first suspect, because it is in the data, or in the settings of sampling"
+        )
     finding, proof = pair
     if code := run_fork(fork_arguments(verdict, finding, proof)):
         raise RuntimeError(f"--prove: the fork ended with exit code {code}")

@@ -78,7 +78,8 @@ def judged(history: History, at: int | None) -> Verdict:
     count = history.num_iterations
     if count < 2:
         raise UserError(
-            f"run {history.run.name} has {count} committed iterations: two are the least that can be compared"
+            f"run {history.run.name} has {count} committed iterations, and a comparison needs at least two; train more"
+            " first"
         )
     if at is not None:
         if not 1 <= at < count:
