@@ -48,9 +48,9 @@ print(len(names))
 CORE = (
     "test_advantages", "test_answers", "test_config", "test_curriculum", "test_data_cursor", "test_data_sources",
     "test_commits", "test_deltas", "test_engine_pool", "test_facts", "test_filters", "test_golden",
-    "test_losses", "test_policy_files", "test_retention", "test_rewards_pool", "test_rewards_registry", "test_rollout_files",
+    "test_losses", "test_policy_files", "test_retention", "test_rewards_pool", "test_rewards_registry",
     "test_show", "test_stages", "test_store", "test_store_run", "test_trainer_packing", "test_trainer_requests",
-    "test_trainer_schedule", "test_processes_worker",
+    "test_trainer_schedule", "test_processes_worker", "test_rollout_files",
 )  # fmt: skip
 
 
