@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlpipe.base.errors import StoreError
@@ -34,7 +34,9 @@ from tests.s3_world import S3Proxy, S3Server
 
 ROOT = Path(__file__).parent.parent
 BYTES_MAX, FILES_MAX = 400, 6
-FILES = [bytes([number]) * (17 * number) for number in range(10)]  # the last ones are too large
+# six of the large ones have too many bytes, seven of the small ones are too many, the last is too
+# large for itself
+FILES = [bytes([number]) * size for number, size in enumerate((0, *range(40, 101, 6), BYTES_MAX // 4 + 1))]
 Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, Damage] = {
     "torn": lambda data: data[:-1],
@@ -70,6 +72,8 @@ steps = st.tuples(st.sampled_from(["add", "add_file", "read", "link", *DAMAGES])
 
 
 @given(st.lists(steps, max_size=40))
+@example([("add", number) for number in range(len(FILES))])
+@example([("add_file", number) for number in reversed(range(len(FILES)))])
 def test_it_gives_what_was_added_or_nothing_and_stays_within_its_bounds(steps: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, source, target = (Path(scratch) / name for name in ("cache", "source", "target"))
@@ -204,6 +208,12 @@ def test_a_node_reads_nothing_that_it_wrote_and_anything_else_once(
     for _ in range(3):
         assert read_all(node("b"), ref, tmp_path / "ranks") == expected
     assert reads(s3_proxy) == ["batch.parquet", "manifest.json"], "another node"
+    for _ in range(2):
+        read_records(node("c"), ref, "batch.parquet", BatchRow)
+    assert reads(s3_proxy) == ["batch.parquet", "manifest.json"], "a node whose stages alone read"
+    for rank in range(2):
+        map_records(node("d"), ref, "batch.parquet", BatchRow, tmp_path / str(rank))
+    assert reads(s3_proxy) == ["batch.parquet", "manifest.json"], "a node whose trainer alone reads"
     uncached = Store(node("a").url)
     assert read_all(uncached, ref, tmp_path / "ranks") == expected and len(reads(s3_proxy)) > 8
 
