@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from rlpipe.config.affects import Added
 from rlpipe.config.operational import STRICT, TOKENS_MAX
 
 
@@ -17,7 +18,7 @@ class ModelConfig(BaseModel, **STRICT):
     path: str = Field(
         default="", description="Folder (also s3://), hub name or run:NAME (docs/models.md); empty: a new Qwen3"
     )
-    context_tokens_max: int = Field(
+    context_tokens_max: Annotated[int, "data", "selection", "prompts if dropping", "evaluation if dropping"] = Field(
         default=512,
         ge=16,
         le=TOKENS_MAX,
@@ -46,25 +47,27 @@ class ModelConfig(BaseModel, **STRICT):
             'More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas'
         ),
     )
-    control_tokens: Literal["text", "as_written"] = Field(
+    control_tokens: Annotated[Literal["text", "as_written"], Added("as_written")] = Field(
         default="text",
         description=(
             "What a control token's text is in prompts, environments' answers and tools: ordinary text; as_written:"
             " that token"
         ),
     )
-    adapter: Literal["none", "lora"] = Field(
+    adapter: Annotated[Literal["none", "lora"], Added("none")] = Field(
         default="none",
         description="What is trained: all weights, or a LoRA adapter beside those of the base, which stay as they are",
     )
-    adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
-    adapter_alpha: float = Field(
+    adapter_rank: Annotated[int, Added(beside="adapter")] = Field(
+        default=8, ge=1, le=4096, description="Rank of the adapter's matrices"
+    )
+    adapter_alpha: Annotated[float, Added(beside="adapter")] = Field(
         default=16.0,
         gt=0,
         le=1e6,
         description="What the adapter computes is multiplied by adapter_alpha / adapter_rank",
     )
-    adapter_targets: list[str] = Field(
+    adapter_targets: Annotated[list[str], Added(beside="adapter")] = Field(
         default_factory=list,
         description=(
             'Linear layers with an adapter, by name or its end, for example `["q_proj", "v_proj"]`; empty: all but the'
