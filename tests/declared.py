@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.settings import artifact_settings
 from rlpipe.loop.stage import Stage
-from rlpipe.loop.stage import stage_settings as settings_of_fields
 from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft
-from rlpipe.stages.training import TRAINED_BY
 
 STAGES: dict[tuple[str, str], Stage] = {
     ("base", "tokenizer"): base.base_tokenizer, ("base", "policy"): base.base_policy,
@@ -25,5 +24,5 @@ RL_KINDS = [kind for phase, kind in STAGES if phase == "rl"] + ["state", "gap"]
 def stage_settings(config: PipelineConfig, phase: str, stage: str) -> JsonDict:
     kind = stage.split("/", 1)[0]
     if kind in ("state", "gap"):
-        return settings_of_fields(config, TRAINED_BY[phase])
+        return artifact_settings(config, phase, "policy")
     return STAGES[phase, kind].settings(config)

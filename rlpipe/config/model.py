@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from rlpipe.config.affects import Added
 from rlpipe.config.operational import STRICT, TOKENS_MAX
 
 
@@ -20,7 +21,7 @@ class ModelConfig(BaseModel, **STRICT):
             "Model to start from: a folder (also s3://), a hub name or run:NAME (docs/models.md); empty: a new Qwen3"
         ),
     )
-    context_tokens_max: int = Field(
+    context_tokens_max: Annotated[int, "data", "selection", "prompts if dropping", "evaluation if dropping"] = Field(
         default=512,
         ge=16,
         le=TOKENS_MAX,
@@ -55,28 +56,30 @@ class ModelConfig(BaseModel, **STRICT):
             'More variables of the chat template, for example `{"enable_thinking": false}`, or tools as JSON schemas'
         ),
     )
-    control_tokens: Literal["text", "as_written"] = Field(
+    control_tokens: Annotated[Literal["text", "as_written"], Added("as_written")] = Field(
         default="text",
         description=(
             "How the text of a control token is tokenized in prompts, environments' answers and tools. text: as"
             " ordinary text; as_written: as the control token itself"
         ),
     )
-    adapter: Literal["none", "lora"] = Field(
+    adapter: Annotated[Literal["none", "lora"], Added("none")] = Field(
         default="none",
         description=(
             "What is trained. none: all weights; lora: a LoRA adapter, and the weights of the base model stay as"
             " they are"
         ),
     )
-    adapter_rank: int = Field(default=8, ge=1, le=4096, description="Rank of the adapter's matrices")
-    adapter_alpha: float = Field(
+    adapter_rank: Annotated[int, Added(beside="adapter")] = Field(
+        default=8, ge=1, le=4096, description="Rank of the adapter's matrices"
+    )
+    adapter_alpha: Annotated[float, Added(beside="adapter")] = Field(
         default=16.0,
         gt=0,
         le=1e6,
         description="The adapter's output is multiplied by adapter_alpha / adapter_rank",
     )
-    adapter_targets: list[str] = Field(
+    adapter_targets: Annotated[list[str], Added(beside="adapter")] = Field(
         default_factory=list,
         description=(
             'Linear layers that get an adapter, by name or the end of it, for example `["q_proj", "v_proj"]`; empty:'

@@ -3,19 +3,20 @@
 Every field has a description, its unit and its bounds.
 
 `model`, `data`, `sft`, `rl`, `evaluation` and `seed` determine *what* is computed: they are fixed
-for a run. The sections and fields in `OPERATIONAL` and `OPERATIONAL_FIELDS` determine *where, how
-fast and how far*: they may change between two starts.
+for a run. The sections in `OPERATIONAL`, and fields that are marked so, determine *where, how fast
+and how far*: they may change between two starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.base.values import JsonDict, expanded
+from rlpipe.config.affects import Added, T
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.rules import broken_layout, broken_rules
@@ -24,22 +25,6 @@ from rlpipe.config.sections import CheckpointConfig, DataConfig, EvaluationConfi
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
 
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
-OPERATIONAL_FIELDS = {
-    "rl.num_iterations",
-    "rl.reward_workers",
-    "rl.reward_timeout_s",
-    "rl.environment_timeout_s",
-    "rl.environment_total_s",
-    "rl.agent_timeout_s",
-    "rl.agents_max",
-    "rl.agent_address",
-    "rl.pass_environment",
-    "rl.on_mismatch",
-    "rl.mismatch_max",
-}
-# fields that newer versions added, by section, with the value that older runs used
-ADDED = {"rl": {"proximal": "trainer", "pass_environment": []}, "model": {"control_tokens": "as_written"}}
-ADAPTER_FIELDS = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets")
 PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not set it
 STORED = "stored"  # the pydantic context for configs from a store
 # retired fields of older versions, by section, with the value that all runs now use
@@ -49,14 +34,19 @@ RETIRED: dict[str, dict[str, float]] = {
     "trainer": {"port": 0, "job_timeout_s": 7200.0},
     "engines": {"port": 0, "restarts_max": 5, "request_timeout_s": 600.0},
 }
+RETIRED_MARKS = (("beta1", "policy"), ("top_k", "rollouts"), ("top_k", "evaluation"))
 
 
 class PipelineConfig(BaseModel, **STRICT):
     """SFT and RL of one model, from data to a registered policy."""
 
     run: str = Field(default="", description="Name of the run in the store: the same name continues it", max_length=80)
-    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from")
-    data: list[DataConfig] = Field(default_factory=list, description="The data sets")
+    model: Annotated[ModelConfig, "tokenizer", "policy", "probe"] = Field(
+        default_factory=ModelConfig, description="What training starts from"
+    )
+    data: Annotated[list[DataConfig], "data", "selection", "prompts", "imported", "evaluation"] = Field(
+        default_factory=list, description="The data sets"
+    )
     sft: SftConfig = Field(default_factory=SftConfig, description="Supervised fine-tuning")
     rl: RlConfig = Field(default_factory=RlConfig, description="Reinforcement learning")
     evaluation: EvaluationConfig = Field(
@@ -153,21 +143,27 @@ class PipelineConfig(BaseModel, **STRICT):
         return [data for data in self.data if data.use == use]
 
 
+def marks(kind: type[T]) -> Iterator[tuple[str, str, T]]:
+    """Yields section, name and mark of the fields (affects.py), of sections with an empty name."""
+    for section, info in PipelineConfig.model_fields.items():
+        model = DataConfig if section == "data" else info.annotation
+        for name, field in {"": info, **getattr(model, "model_fields", {})}.items():
+            yield from ((section, name, mark) for mark in field.metadata if isinstance(mark, kind))
+
+
+OPERATIONAL_FIELDS = {f"{section}.{name}" for section, name, mark in marks(str) if mark == "operational"}
+ADDED = list(marks(Added))
+
+
 def stored_tree(config: PipelineConfig) -> JsonDict:
     """The config in its stored form: with the retired fields, and without added fields that change
     nothing, so that equal settings of old and new runs have the same bytes.
     """
     tree = config.model_dump(mode="json")
-    for data in tree["data"]:
-        if data["on_too_long"] is None:  # as in versions without this field
-            del data["on_too_long"]
-    for section, fields in ADDED.items():
-        tree[section] = {
-            name: value for name, value in tree[section].items() if name not in fields or value != fields[name]
-        }
-    if config.model.adapter == "none":
-        for name in ADAPTER_FIELDS:
-            del tree["model"][name]
+    for section, name, added in ADDED:
+        for fields in tree[section] if section == "data" else [tree[section]]:
+            if added.beside not in fields if added.beside else fields[name] == added.before:
+                del fields[name]
     return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
 
 
@@ -175,8 +171,10 @@ def _with_added(tree: JsonDict) -> JsonDict:
     """The tree of a stored config, with the added fields that it lacks set to the values of older
     runs.
     """
-    sections = {section: tree.get(section, {}) for section in ADDED}
-    return tree | {section: ADDED[section] | fields for section, fields in sections.items() if isinstance(fields, dict)}
+    for section, name, added in ADDED:
+        if isinstance(fields := tree.get(section), dict) and not added.beside:
+            tree = tree | {section: {name: added.before} | fields}
+    return tree
 
 
 def from_stored(tree: Any) -> Any:

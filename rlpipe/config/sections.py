@@ -4,10 +4,11 @@ read.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
+from rlpipe.config.affects import Added
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, TOKENS_MAX, BudgetConfig, EnginesConfig, StopConfig, TrainerConfig
 from rlpipe.config.training import RlConfig, SftConfig
@@ -38,7 +39,7 @@ class DataConfig(BaseModel, **STRICT):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of a generator, a function or `datasets`")
     prompt_field: str = Field(default="prompt", description="Column of the prompt: text or messages")
     answer_field: str = Field(default="answer", description="Column of the reference answer")
-    on_too_long: Literal["drop", "fail"] | None = Field(
+    on_too_long: Annotated[Literal["drop", "fail"] | None, Added()] = Field(
         default=None,
         description=(
             "What to do with rows that are longer than the context has room for: drop them, or fail; none: prompts"
@@ -52,28 +53,32 @@ class DataConfig(BaseModel, **STRICT):
 class EvaluationConfig(BaseModel, **STRICT):
     """The evaluation of policies: when and how."""
 
-    every: int = Field(
+    every: Annotated[int, "plan"] = Field(
         default=10, ge=0, le=100_000, description="Iterations between evaluations; 0: only at the start and at the end"
     )
-    prompts_max: int = Field(default=200, ge=1, le=10**6, description="Prompts of each evaluation set")
-    num_completions: int = Field(
+    prompts_max: Annotated[int, "evaluation"] = Field(
+        default=200, ge=1, le=10**6, description="Prompts of each evaluation set"
+    )
+    num_completions: Annotated[int, "evaluation"] = Field(
         default=1, ge=1, le=64, description="Sampled completions per prompt, n: for pass@1, pass@k up to n, and maj@n"
     )
-    completion_tokens_max: int | None = Field(
+    completion_tokens_max: Annotated[int | None, "evaluation if own"] = Field(
         default=None, ge=1, le=TOKENS_MAX, description="Longest completion, tokens; none: rl.completion_tokens_max"
     )
-    temperature: float = Field(
+    temperature: Annotated[float, "evaluation if not 1"] = Field(
         default=1.0,
         ge=0.01,
         le=2,
         description="Temperature of the sampled completions; each prompt also gets one greedy completion",
     )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p")
-    rewards: dict[str, float] = Field(
+    top_p: Annotated[float | None, "evaluation if own"] = Field(
+        default=None, gt=0, le=1, description="Nucleus sampling; none: rl.top_p"
+    )
+    rewards: Annotated[dict[str, float], "evaluation if own"] = Field(
         default_factory=dict,
         description="Reward -> weight; empty: rl.rewards. Their arguments are in rl.reward_args too",
     )
-    pass_threshold: float | None = Field(
+    pass_threshold: Annotated[float | None, "evaluation", "batch if curriculum"] = Field(
         default=None,
         description=(
             "A rollout passes when its reward is at least this; none: the sum of the positive weights, which is the"

@@ -7,39 +7,45 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
+from rlpipe.config.affects import ENDS_ROUND, Added, Draws, Operational, Trains
 from rlpipe.config.operational import STRICT, TOKENS_MAX, Timeout
 from rlpipe.config.secrecy import Secrets, named_variables
 
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
 ROWS_MAX = 10**6  # rows of one batch
+Fallback = float | Literal["left_out"] | None
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 class OptimizerConfig(BaseModel, **STRICT):
     """AdamW and its schedule; the parent of the two training sections."""
 
-    learning_rate: float = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
+    learning_rate: Trains[float] = Field(default=1e-4, gt=0, le=1, description="Peak learning rate")
+    schedule: Trains[Literal["constant", "cosine", "linear"]] = Field(
         default="constant", description="Learning rate after the warm-up"
     )
-    warmup_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of linear warm-up")
-    decay_steps: int = Field(
+    warmup_steps: Trains[int] = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of linear warm-up")
+    decay_steps: Trains[int] = Field(
         default=0, ge=0, le=STEPS_MAX, description="Optimizer steps from start to zero learning rate (cosine, linear)"
     )
-    beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW beta 2 (beta 1 is 0.9)")
-    weight_decay: float = Field(default=0.0, ge=0, le=1, description="AdamW weight decay")
-    grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient")
+    beta2: Trains[float] = Field(default=0.99, ge=0, lt=1, description="AdamW beta 2 (beta 1 is 0.9)")
+    weight_decay: Trains[float] = Field(default=0.0, ge=0, le=1, description="AdamW weight decay")
+    grad_clip: Trains[float] = Field(default=1.0, gt=0, description="Largest norm of the gradient")
 
 
 class SftConfig(OptimizerConfig):
     """Supervised fine-tuning: what is computed."""
 
-    num_steps: int = Field(default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of SFT; 0 skips it")
-    batch_size: int = Field(default=64, ge=1, le=ROWS_MAX, description="Conversations per step")
-    segment_steps: int = Field(
+    num_steps: Annotated[int, "policy", "selection if validated"] = Field(
+        default=0, ge=0, le=STEPS_MAX, description="Optimizer steps of SFT; 0 skips it"
+    )
+    batch_size: Trains[int] = Field(default=64, ge=1, le=ROWS_MAX, description="Conversations per step")
+    segment_steps: Annotated[int, "policy", "selection if validated"] = Field(
         default=50, ge=1, le=STEPS_MAX, description="Steps per committed segment: the unit of resume"
     )
-    validation_fraction: float = Field(
+    validation_fraction: Annotated[float, "data if validated", "selection if validated"] = Field(
         default=0.0,
         ge=0,
         lt=1,
@@ -47,7 +53,7 @@ class SftConfig(OptimizerConfig):
             "Share of conversations held out to validate each segment; the segment with the lowest loss is the result"
         ),
     )
-    patience: int = Field(
+    patience: Annotated[int, "selection if validated"] = Field(
         default=0, ge=0, description="End SFT after this many segments without a better validation loss; 0: never"
     )
 
@@ -60,58 +66,66 @@ class SftConfig(OptimizerConfig):
 class RlConfig(OptimizerConfig):
     """Reinforcement learning: what is computed."""
 
-    num_iterations: int = Field(default=10, ge=0, le=100_000, description="Iterations of RL; 0 skips it")
-    num_prompts: int = Field(
+    num_iterations: Operational[int] = Field(default=10, ge=0, le=100_000, description="Iterations of RL; 0 skips it")
+    num_prompts: Annotated[int, "prompts", ENDS_ROUND] = Field(
         default=64,
         ge=1,
         le=ROWS_MAX,
         description="Prompts per sampling round, and groups that an iteration trains on (groups_min if that is larger)",
     )
-    group_size: int = Field(default=8, ge=1, le=1024, description="Rollouts per prompt")
-    shard_prompts: int = Field(
+    group_size: Annotated[int, "rollouts", "imported"] = Field(
+        default=8, ge=1, le=1024, description="Rollouts per prompt"
+    )
+    shard_prompts: Annotated[int, "rollouts"] = Field(
         default=32, ge=1, le=ROWS_MAX, description="Prompts per shard of generate: the unit of its retry"
     )
-    completion_tokens_max: int = Field(
+    completion_tokens_max: Annotated[int, "rollouts", "policy", "prompts if dropping", "evaluation if shared"] = Field(
         default=256,
         ge=1,
         le=TOKENS_MAX,
         description="Longest completion, tokens; in an environment, or of an agent, the whole rollout after its prompt",
     )
-    temperature: float = Field(default=1.0, ge=0.01, le=2, description="Sampling temperature")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)")
-    rewards: dict[str, float] = Field(
+    temperature: Annotated[float, "rollouts", "policy"] = Field(
+        default=1.0, ge=0.01, le=2, description="Sampling temperature"
+    )
+    top_p: Annotated[float, "rollouts", "evaluation if shared"] = Field(
+        default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off (and what training assumes)"
+    )
+    rewards: Annotated[dict[str, float], "scores", ENDS_ROUND, "evaluation if shared"] = Field(
         default_factory=lambda: {"math": 1.0}, description="Reward -> weight; by name or package.module:function"
     )
-    reward_args: dict[str, dict[str, Any]] = Field(
+    reward_args: Annotated[dict[str, dict[str, Any]], "scores", "evaluation", ENDS_ROUND] = Field(
         default_factory=dict,
         description='Reward -> its arguments, such as `{"format": {"pattern": "<answer>.+</answer>"}}`',
     )
-    reward_timeout_s: Timeout = Field(default=10.0, description="Longest time to score one rollout, s")
-    reward_workers: int = Field(
+    reward_timeout_s: Operational[Timeout] = Field(default=10.0, description="Longest time to score one rollout, s")
+    reward_workers: Operational[int] = Field(
         default=1, ge=1, le=64, description="Processes that compute rewards, and as many that run environments"
     )
-    reward_fallback: float | Literal["left_out"] | None = Field(
+    reward_fallback: Annotated[Fallback, "scores", "evaluation", ENDS_ROUND, "batch if left out"] = Field(
         default="left_out",
         description=(
             "Reward of a rollout whose scoring or environment failed. left_out: the rollout gets none, and is in no"
             " group's mean and no loss; none: the run stops"
         ),
     )
-    filters: dict[str, float] = Field(
+    filters: Annotated[dict[str, float], "batch", ENDS_ROUND] = Field(
         default_factory=lambda: {"nonzero_std": 0.0},
         description="Filter -> threshold; by name or package.module:function",
     )
-    rounds_max: int = Field(
+    rounds_max: Annotated[int, "batch"] = Field(
         default=1,
         ge=1,
         le=100,
         description="Most sampling rounds of an iteration; another one starts while too few groups survive the filters",
     )
-    groups_min: int = Field(default=1, ge=0, description="Groups that are enough to train on")
-    on_too_few: Literal["train", "fail"] = Field(
+    groups_min: Annotated[int, "batch", ENDS_ROUND] = Field(
+        default=1, ge=0, description="Groups that are enough to train on"
+    )
+    on_too_few: Annotated[Literal["train", "fail"], "batch"] = Field(
         default="train", description="When too few groups are left after rounds_max rounds: train on them, or fail"
     )
-    oversampling: float = Field(
+    oversampling: Annotated[float, "prompts", "rollouts"] = Field(
         default=1.0,
         ge=1,
         le=16,
@@ -121,7 +135,7 @@ class RlConfig(OptimizerConfig):
             " survive first depends on timing"
         ),
     )
-    staleness_max: int = Field(
+    staleness_max: Annotated[int, "batch"] = Field(
         default=1,
         ge=0,
         description=(
@@ -129,131 +143,139 @@ class RlConfig(OptimizerConfig):
             " it starts again"
         ),
     )
-    train_stale_tokens: bool = Field(
+    train_stale_tokens: Annotated[bool, "rollouts"] = Field(
         default=True,
         description="Whether tokens sampled by older weight versions carry loss; if not, they are context only",
     )
-    mask_truncated: bool = Field(default=False, description="Whether rollouts cut off by the token limit carry no loss")
-    curriculum: Literal["none", "band", "weight"] = Field(
+    mask_truncated: Annotated[bool, "batch", ENDS_ROUND] = Field(
+        default=False, description="Whether rollouts cut off by the token limit carry no loss"
+    )
+    curriculum: Annotated[Literal["none", "band", "weight"], "prompts", "batch if curriculum"] = Field(
         default="none",
         description=(
             "Choice of prompts by their pass rate. none: all alike; band: only from pass_rate_low to"
             " pass_rate_high; weight: more of those near one half"
         ),
     )
-    pass_rate_low: float = Field(default=0.1, ge=0, le=1, description="Lowest pass rate of curriculum = 'band'")
-    pass_rate_high: float = Field(default=0.9, ge=0, le=1, description="Highest pass rate of curriculum = 'band'")
-    rollouts_from: str = Field(
+    pass_rate_low: Draws[float] = Field(default=0.1, ge=0, le=1, description="Lowest pass rate of curriculum = 'band'")
+    pass_rate_high: Draws[float] = Field(
+        default=0.9, ge=0, le=1, description="Highest pass rate of curriculum = 'band'"
+    )
+    rollouts_from: Annotated[str, "prompts", "imported", "rollouts"] = Field(
         default="",
         description=(
             "Train on stored rollouts: run:NAME, or a Parquet file (or a folder of them) with the same columns;"
             " empty: sample"
         ),
     )
-    environment: str = Field(
+    environment: Annotated[str, "prompts", "rollouts", "evaluation"] = Field(
         default="",
         description="Multi-turn environment, by name or package.module:Class; empty: one completion a rollout",
     )
-    environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
-    environment_timeout_s: Timeout = Field(default=10.0, description="Longest single step of an environment, s")
-    environment_total_s: Timeout | None = Field(
+    environment_args: Annotated[dict[str, Any], "prompts", "rollouts", "evaluation"] = Field(
+        default_factory=dict, description="Arguments of the environment"
+    )
+    environment_timeout_s: Operational[Timeout] = Field(
+        default=10.0, description="Longest single step of an environment, s"
+    )
+    environment_total_s: Operational[Timeout | None] = Field(
         default=None,
         description="Longest time of all steps of an environment in one rollout together, s; none: no such limit",
     )
-    turns_max: int = Field(
+    turns_max: Annotated[int, "rollouts", "evaluation"] = Field(
         default=4, ge=1, le=10_000, description="Completions per rollout in an environment, or of an agent"
     )
-    agent: str = Field(
+    agent: Annotated[str, "rollouts if agent", "evaluation if agent"] = Field(
         default="",
         description=(
             "Agent with a loop of its own, a command or package.module:function, which talks to an OpenAI-compatible"
             " endpoint"
         ),
     )
-    agent_timeout_s: Timeout = Field(default=600.0, description="Longest rollout of an agent, s")
-    agents_max: int = Field(
+    agent_timeout_s: Operational[Timeout] = Field(default=600.0, description="Longest rollout of an agent, s")
+    agents_max: Operational[int] = Field(
         default=8, ge=1, le=4096, description="Most agents that run at the same time, each in its own process"
     )
-    agent_address: str = Field(
+    agent_address: Operational[str] = Field(
         default="127.0.0.1", min_length=1, description="Address that the endpoint of agents listens on"
     )
-    pass_environment: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+    pass_environment: Annotated[list[Variable], "operational", Added([])] = Field(
         default_factory=list,
         description=(
             "Secret environment variables that agents, environments and reward functions get, and may print; other"
             " secrets are hidden from them"
         ),
     )
-    branches: Literal["last", "all"] = Field(
+    branches: Annotated[Literal["last", "all"], "rollouts if branches", "batch if branches"] = Field(
         default="last",
         description=(
             "Branches to train on when an agent has rewritten the history of its conversation: the last one, or all"
         ),
     )
-    overlap: Literal["none", "iteration"] = Field(
+    overlap: Annotated[Literal["none", "iteration"], "plan"] = Field(
         default="none",
         description=(
             "What runs at the same time. none: sampling and training take turns; iteration: weight version k samples"
             " iteration k + 1 while version k + 1 is trained, so training is one step off policy"
         ),
     )
-    estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = Field(default="grpo", description="Advantages from rewards")
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token (reinforce_plus_plus)")
-    num_steps: int = Field(default=4, ge=1, le=10_000, description="Optimizer steps per iteration")
-    objective: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = Field(
+    estimator: Annotated[Estimator, "batch", "policy"] = Field(default="grpo", description="Advantages from rewards")
+    gamma: Annotated[float, "batch", "policy"] = Field(
+        default=1.0, gt=0, le=1, description="Discount per token (reinforce_plus_plus)"
+    )
+    num_steps: Trains[int] = Field(default=4, ge=1, le=10_000, description="Optimizer steps per iteration")
+    objective: Trains[Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"]] = Field(
         default="ppo", description="Policy loss"
     )
-    proximal: Literal["trainer", "engine"] = Field(
+    proximal: Annotated[Literal["trainer", "engine"], "policy", Added("trainer")] = Field(
         default="trainer",
         description=(
             "Logprobs that the ratio compares with. trainer: computed with the weights that the iteration started"
             " from, in an extra forward pass; engine: those recorded while sampling, without that pass"
         ),
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
-    clip_high: float = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
-    dual_clip: float | None = Field(
+    clip_low: Trains[float] = Field(default=0.2, gt=0, lt=1, description="Clip of the ratio below 1")
+    clip_high: Trains[float] = Field(default=0.28, gt=0, description="Clip of the ratio above 1")
+    dual_clip: Trains[float | None] = Field(
         default=None, gt=1, description="Bound of the ratio for negative advantages (ppo, gspo); none: unbounded"
     )
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
+    aggregation: Trains[Literal["token_mean", "sequence_mean", "fixed_length"]] = Field(
         default="token_mean", description="How the losses of the tokens are reduced to one"
     )
-    kl: Literal["none", "loss", "reward"] = Field(
+    kl: Trains[Literal["none", "loss", "reward"]] = Field(
         default="none",
         description=(
             "Use of the KL to the reference. loss: it is added to the loss; reward: it is subtracted from rewards;"
             " none: it is not computed"
         ),
     )
-    kl_coef: float = Field(
+    kl_coef: Trains[float] = Field(
         default=0.0,
         ge=0,
         description="Weight of the KL to the reference; 0: it is computed and logged, and changes nothing",
     )
-    reference: str = Field(
+    reference: Annotated[str, "reference"] = Field(
         default="",
         description=(
             "Reference model for the KL, with the same vocabulary: a folder, a hub name, or run:NAME (its newest"
             " policy when this run begins); empty: the policy that RL starts from"
         ),
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+    kl_estimator: Trains[Literal["k1", "k2", "k3", "abs"]] = Field(
         default="k3", description="Estimator of the KL to the reference"
     )
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
-    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+    entropy_coef: Trains[float] = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
+    importance: Trains[Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]] = Field(
         default="token_truncate", description="Correction of engine-trainer mismatch"
     )
-    importance_low: float = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
-    importance_high: float = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
-    mismatch_max: float = Field(
+    importance_low: Trains[float] = Field(default=0.0, ge=0, description="Lower bound of the importance weight")
+    importance_high: Trains[float] = Field(default=2.0, gt=0, description="Upper bound of the importance weight")
+    mismatch_max: Operational[float] = Field(
         default=0.05,
         gt=0,
         description="Largest mean |trainer's - engine's logprobs| that is expected at the start of an iteration",
     )
-    on_mismatch: Literal["warn", "stop", "fail"] = Field(
+    on_mismatch: Operational[Literal["warn", "stop", "fail"]] = Field(
         default="warn",
         description="Above mismatch_max: warn, stop the run after the iteration, or fail and refuse its policy",
     )

@@ -3,8 +3,7 @@
 A stage is one function, declared once. Its key, inputs, settings hash and commit, and its Prefect
 task (tasks/stages.py), follow from the declaration:
 
-    @stage("rl", "scores/round-{round_index}",
-           settings=["rl.rewards", "rl.reward_args", "rl.reward_fallback"])
+    @stage("rl", "scores/round-{round_index}")
     def score(session, attempt, *, iteration, round_index, prompts, rollouts) -> Produced: ...
 
     result = await score(session, iteration=12, round_index=0, prompts=..., rollouts=[...])
@@ -27,7 +26,8 @@ from rlpipe.base.hashing import sha256_of
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.values import JsonDict
-from rlpipe.config.pipeline import ADDED, PipelineConfig, stored_tree
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.settings import artifact_settings
 from rlpipe.loop.session import Session
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.store.artifacts import check_same, commit, new_attempt, write_bytes
@@ -81,7 +81,6 @@ Result = TypeVar("Result")
 P = ParamSpec("P")
 Produce = Callable[[Attempt], Produced | Awaitable[Produced]]
 Function = Callable[Concatenate[Session, Attempt, P], Produced | Awaitable[Produced]]
-Fields = Sequence[str] | Callable[[PipelineConfig], Sequence[str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,6 @@ class Stage(Generic[P]):
     function: Function[P]
     phase: str
     name: str
-    fields: Fields
     verb: str  # in the UI and in time metrics
     numbered: str
 
@@ -120,8 +118,7 @@ class Stage(Generic[P]):
 
         Example: {"seed": 0, "rl.num_prompts": 64, ...}.
         """
-        fields = self.fields(config) if callable(self.fields) else self.fields
-        return stage_settings(config, fields)
+        return artifact_settings(config, self.phase, self.name.split("/", 1)[0])
 
     def _inputs(self, arguments: Mapping[str, object]) -> dict[str, ArtifactRef]:
         inputs: dict[str, ArtifactRef] = {}
@@ -134,37 +131,19 @@ class Stage(Generic[P]):
 
 
 def stage(
-    phase: str, name: str, *, settings: Fields = (), verb: str = "", numbered: str = "{name}-{index}"
+    phase: str, name: str, *, verb: str = "", numbered: str = "{name}-{index}"
 ) -> Callable[[Function[P]], Stage[P]]:
     """Declares a stage of a phase; an empty phase puts it beside its policy.
 
-    `name`: its key, filled with the arguments; `settings`: the config fields that its result
-    depends on; `verb`: its name for people, where it is not the function's; `numbered`: the names
-    of inputs that come as a list.
+    `name`: its key, filled with the arguments; before the first slash it is the kind of artifact
+    that config fields affect. `verb`: its name for people, where it is not the function's;
+    `numbered`: the names of inputs that come as a list.
     """
 
     def declared(function: Function[P]) -> Stage[P]:
-        return Stage(function, phase, name, settings, verb or function.__name__, numbered)
+        return Stage(function, phase, name, verb or function.__name__, numbered)
 
     return declared
-
-
-def stage_settings(config: PipelineConfig, fields: Sequence[str]) -> JsonDict:
-    """Returns the seed and these fields of the config.
-
-    `data.USE` is all data sets of that use, `model.*` a whole section.
-    """
-    tree = stored_tree(config)
-    settings: JsonDict = {"seed": config.seed}
-    for name in fields:
-        section, field_name = name.split(".")
-        if section == "data":
-            settings["data"] = [entry for entry in tree["data"] if entry["use"] == field_name]
-        elif field_name == "*":
-            settings |= {f"{section}.{key}": value for key, value in tree[section].items()}
-        elif field_name in tree[section] or field_name not in ADDED.get(section, {}):
-            settings[name] = tree[section][field_name]
-    return settings
 
 
 async def run_stage(

@@ -45,7 +45,7 @@ from rlpipe.trainer.jobs import LoadJob, NewModel
 TOKENIZER_TEXTS_MAX = 2000
 
 
-@stage("base", "tokenizer", settings=["model.*"], verb="prepare_tokenizer")
+@stage("base", "tokenizer", verb="prepare_tokenizer")
 def base_tokenizer(session: Session, attempt: Attempt) -> Produced:
     """The tokenizer of the run: the model's own, or one built from the prompts."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,7 +77,7 @@ def tokenizer_folder(config: PipelineConfig, prompts: PromptSets, scratch: Path)
     return scratch
 
 
-@stage("base", "policy", settings=["model.*"], verb="prepare_model")
+@stage("base", "policy", verb="prepare_model")
 async def base_policy(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """The base model: copied from `model.path`, or new from the seed (made by the trainer).
 
@@ -97,14 +97,14 @@ async def base_policy(session: Session, attempt: Attempt, *, tokenizer: Artifact
     return (await save_loaded(session, load, attempt)).produced({}, weight_version=0)
 
 
-@stage("base", "probe", settings=["model.*"], verb="prepare_probe")
+@stage("base", "probe", verb="prepare_probe")
 async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef) -> Produced:
     """The probe of a base model that was copied, and so was not saved by the trainer."""
     load = LoadJob(f"{policy.folder}/fresh", None, policy=policy, state=None, adapter=new_adapter(session.config))
     return (await save_loaded(session, load, attempt, policy=False)).produced({}, weight_version=None)
 
 
-@stage("base", "reference", settings=["rl.reference"], verb="prepare_reference")
+@stage("base", "reference", verb="prepare_reference")
 def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """A copy of the reference of the KL term, where `rl.reference` names one: a later start uses
     the same one, even if its source has changed.

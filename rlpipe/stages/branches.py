@@ -20,13 +20,6 @@ from rlpipe.store.artifacts import read_records_if_any
 from rlpipe.store.backend import Store
 
 
-def branch_fields(config: PipelineConfig) -> list[str]:
-    """The config field that turns on training of branches, where it is on; other artifacts do not
-    depend on it.
-    """
-    return ["rl.branches"] if config.rl.branches == "all" else []
-
-
 def shards_with_branches(config: PipelineConfig, shards: list[ArtifactRef]) -> list[ArtifactRef] | None:
     """The shards of rollouts where branches are trained, as a further input of the batch; None
     otherwise.

@@ -10,7 +10,6 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.seeds import rollout_seed
 from rlpipe.base.values import Metrics
 from rlpipe.config.passing import passing_reward
-from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.loop.player import Hooks
@@ -18,29 +17,13 @@ from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import SCORES, PromptGroup, Rollout
-from rlpipe.stages.generation import ENVIRONMENT, SAMPLING, agent_fields, sampling_params
+from rlpipe.stages.generation import sampling_params
 from rlpipe.stages.rollouts import environment_metrics, rollouts_of
 from rlpipe.stages.sampling import check_lengths, encoded_prompts
-from rlpipe.stages.scoring import SCORING, score_rollouts
-
-# fields that evaluations share with RL, unless they are given
-OWN = ("completion_tokens_max", "top_p", "rewards")
-EVALUATED_BY = ["data.evaluation", "evaluation.prompts_max", "evaluation.num_completions", "evaluation.pass_threshold",
-                *SCORING, *SAMPLING, *ENVIRONMENT]  # fmt: skip
+from rlpipe.stages.scoring import score_rollouts
 
 
-def evaluated_by(config: PipelineConfig) -> list[str]:
-    """The config fields that an evaluation depends on: those of RL where the evaluation has none of
-    its own; the temperature only where it is not 1, the value that older runs always had.
-    """
-    own = [name for name in OWN if getattr(config.evaluation, name) not in (None, {})]
-    named = own + (["temperature"] if config.evaluation.temperature != 1.0 else [])
-    shared = [name for name in EVALUATED_BY if name not in [f"rl.{name}" for name in own]]
-    dropped_by = ["model.context_tokens_max"] if config.drops("evaluation") else []
-    return shared + agent_fields(config) + [f"evaluation.{name}" for name in named] + dropped_by
-
-
-@stage("", "evaluation", settings=evaluated_by)
+@stage("", "evaluation")
 async def evaluate(session: Session, attempt: Attempt, *, policy: ArtifactRef, version: int) -> Produced:
     """The metrics of every evaluation set: greedy, pass@k and the majority's answer.
 

@@ -19,7 +19,6 @@ from rlpipe.algorithms.advantages import all_tokens, rollout_means, rollout_sums
 from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
-from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET
 from rlpipe.loop.session import Session
@@ -39,26 +38,10 @@ from rlpipe.records.rollout import (
     is_finished,
     with_branches,
 )
-from rlpipe.stages.branches import branch_fields, branch_metrics, branches_of, read_branches
+from rlpipe.stages.branches import branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
 from rlpipe.store.artifacts import read_records
-
-FILTERED_BY = ["rl.filters", "rl.estimator", "rl.gamma", "rl.groups_min", "rl.rounds_max",
-               "rl.on_too_few", "rl.staleness_max",
-               "rl.mask_truncated"]  # fmt: skip
-# the pass rates beside the batch, where there is a curriculum
-RATED_BY = ["rl.curriculum", "evaluation.pass_threshold"]
-
-
-def filtered_by(config: PipelineConfig) -> list[str]:
-    """The config fields that a batch depends on.
-
-    Without `rl.reward_fallback` where no rollout is left out, as in batches of older runs.
-    """
-    rl = config.rl
-    rated, left_out = RATED_BY if rl.curriculum != "none" else [], ["rl.reward_fallback"] if rl.leaves_out else []
-    return FILTERED_BY + rated + left_out + branch_fields(config)
 
 
 def trainable(group: Group, rl: RlConfig) -> Group:
@@ -144,7 +127,7 @@ def goes_stale(group: Group, version: int, staleness_max: int) -> bool:
     )
 
 
-@stage("rl", "batch/round-{round_index}", settings=filtered_by, verb="filter")
+@stage("rl", "batch/round-{round_index}", verb="filter")
 def filter_groups(
     session: Session,
     attempt: Attempt,

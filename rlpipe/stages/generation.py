@@ -12,7 +12,6 @@ from functools import partial
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.seeds import rollout_seed
-from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Sampling
 from rlpipe.engines.pool import GroupRequest
@@ -22,40 +21,18 @@ from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, Group, PromptGroup, Rollout, grouped
-from rlpipe.stages.branches import branch_fields
 from rlpipe.stages.filtering import survives
 from rlpipe.stages.rollouts import ShardGroups, prior_of, write_branches
 from rlpipe.stages.sampling import carried_groups
-from rlpipe.stages.scoring import SCORING, rewarded
+from rlpipe.stages.scoring import rewarded
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.facts import PromptsFacts, facts_of
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0
-ENVIRONMENT = ["rl.environment", "rl.environment_args", "rl.turns_max"]
-SAMPLING = ["rl.completion_tokens_max", "rl.top_p", "rl.top_k"]
-SAMPLED_BY = ["rl.group_size", "rl.temperature", "rl.shard_prompts", "rl.oversampling",
-              "rl.train_stale_tokens", "rl.rollouts_from",
-              *SAMPLING, *ENVIRONMENT]  # fmt: skip
-# a round that is over-sampled
-ENDED_BY = ["rl.num_prompts", "rl.groups_min", *SCORING, "rl.filters", "rl.mask_truncated"]
 
 
-def agent_fields(config: PipelineConfig) -> list[str]:
-    """The config fields of the agent that samples; empty when none does."""
-    return ["rl.agent"] if config.rl.agent else []
-
-
-@stage(
-    "rl",
-    "rollouts/round-{round_index}/shard-{shard:03d}",
-    settings=lambda config: [
-        *SAMPLED_BY,
-        *agent_fields(config),
-        *branch_fields(config),
-        *(ENDED_BY if config.rl.oversampling > 1 else []),
-    ],
-)
+@stage("rl", "rollouts/round-{round_index}/shard-{shard:03d}")
 async def generate(
     session: Session,
     attempt: Attempt,

@@ -15,7 +15,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
-from rlpipe.stages.training import TRAINED_BY, StoredAs, commit_saved, rl_job, save_job, train_job
+from rlpipe.stages.training import StoredAs, commit_saved, rl_job, save_job, train_job
 from rlpipe.store.artifacts import read_manifest
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def check_mismatch(mismatch: float, iteration: int, rl: RlConfig, num_tokens_sta
     log.warning("%s", message)
 
 
-@stage("rl", "policy", settings=TRAINED_BY["rl"])
+@stage("rl", "policy")
 async def checkpoint(
     session: Session,
     attempt: Attempt,

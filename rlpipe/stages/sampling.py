@@ -36,8 +36,6 @@ from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.run import Run
 
 CarriedGroup = list[CarriedRollout]
-DRAWN_BY = ["data.rl", "rl.num_prompts", "rl.oversampling", "rl.curriculum", "rl.pass_rate_low", "rl.pass_rate_high",
-            "rl.rollouts_from", "rl.environment", "rl.environment_args"]  # fmt: skip
 PASS_RATES = "pass_rates.parquet"
 # the share of the newest group in the running rate: the groups before the newest four count a
 # sixteenth together
@@ -46,10 +44,7 @@ NEWEST = 0.5
 FLOOR = 0.1
 
 
-ROOM = ["model.context_tokens_max", "rl.completion_tokens_max"]
-
-
-@stage("rl", "prompts/round-{round_index}", settings=lambda config: DRAWN_BY + (ROOM if config.drops("rl") else []))
+@stage("rl", "prompts/round-{round_index}")
 async def sample_prompts(
     session: Session,
     attempt: Attempt,

@@ -28,7 +28,6 @@ from rlpipe.stages.sampling import prompts_by_id
 from rlpipe.store.artifacts import read_records, read_records_if_any
 
 log = logging.getLogger(__name__)
-SCORING = ["rl.rewards", "rl.reward_args", "rl.reward_fallback"]
 
 
 def score_rollouts(
@@ -133,7 +132,7 @@ class KeptReward:
     reward_fault: Text = ""
 
 
-@stage("rl", "scores/round-{round_index}", settings=SCORING, numbered="{name}-{index:03d}")
+@stage("rl", "scores/round-{round_index}", numbered="{name}-{index:03d}")
 def score(
     session: Session,
     attempt: Attempt,

@@ -21,17 +21,13 @@ from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.loop.trainer_requests import OnProgress
 from rlpipe.records.prompt import Talk
 from rlpipe.records.rollout import Conversation
-from rlpipe.stages.training import TRAINED_BY, commit_saved, save_job, sft_job, train_job
+from rlpipe.stages.training import commit_saved, save_job, sft_job, train_job
 from rlpipe.store.run import Run
 
 LOSS = "train/validation_loss"
-PREPARED_BY = ["data.sft", "model.context_tokens_max"]
-SELECTED_BY = ["sft.validation_fraction", "sft.patience", "sft.num_steps", "sft.segment_steps"]
 
 
-@stage(
-    "data", "data", settings=lambda config: PREPARED_BY + (["sft.validation_fraction"] if config.sft.validated else [])
-)
+@stage("data", "data")
 def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
     """Tokenizes the conversations of all SFT sets, mixed by weight, with the loss mask on the
     assistant's tokens.
@@ -94,7 +90,7 @@ def check_fits(config: PipelineConfig, data: DataConfig, lengths: Sequence[int])
         )
 
 
-@stage("sft", "policy", settings=TRAINED_BY["sft"])
+@stage("sft", "policy")
 async def train_segment(
     session: Session,
     attempt: Attempt,
@@ -141,7 +137,7 @@ def out_of_patience(sft: SftConfig, losses: list[float]) -> bool:
     return 0 < sft.patience <= len(losses) - 1 - best_segment(losses) if losses else False
 
 
-@stage("data", "selection", settings=lambda config: PREPARED_BY + (SELECTED_BY if config.sft.validated else []))
+@stage("data", "selection")
 def select_segment(session: Session, attempt: Attempt, *, last: ArtifactRef, num_segments: int) -> Produced:
     """Commits the choice once SFT is over: `segment` is the best one, `num_segments` were trained,
     `losses` is one a segment.

@@ -17,10 +17,11 @@ from types import MappingProxyType
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, Metrics
-from rlpipe.config.pipeline import RETIRED, PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.settings import artifact_settings, effects
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
 from rlpipe.loop.session import Session
-from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage_settings
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.loop.trainer_requests import OnProgress, Rebuild, Upload, do_job, send
 from rlpipe.store.adapter_files import Adapter
 from rlpipe.store.artifacts import is_pruned
@@ -31,17 +32,6 @@ from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
 
 log = logging.getLogger(__name__)
-OPTIMIZER = [*OptimizerConfig.model_fields, *RETIRED["sft"]]
-RL_TRAINING = [
-    *OPTIMIZER, "num_steps", "objective", "proximal", "clip_low", "clip_high", "dual_clip", "aggregation", "kl",
-    "kl_coef", "kl_estimator", "estimator", "gamma", "entropy_coef", "importance", "importance_low", "importance_high",
-    "temperature", "completion_tokens_max",
-]  # fmt: skip
-SFT_TRAINING = [*OPTIMIZER, "num_steps", "batch_size", "segment_steps"]
-TRAINED_BY = {  # phase -> the config fields that its policies and states depend on
-    "rl": [f"rl.{name}" for name in RL_TRAINING],
-    "sft": [f"sft.{name}" for name in SFT_TRAINING],
-}
 
 
 def position(run: Run, phase: str, iteration: int) -> str:
@@ -80,7 +70,7 @@ def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
         data=batch,
         # a fork may take more or fewer steps than its parent did: the schedule goes on where it was
         first_step=sum(run.owner("rl", before).config.rl.num_steps for before in range(iteration)),
-        settings=RlConfig(**rl.model_dump(include=set(RL_TRAINING))),
+        settings=RlConfig(**rl.model_dump(include={effect.name for effect in effects("rl", "policy")})),
         reference=None if rl.kl == "none" else other_reference(run, iteration) or run.policy(0)[0],
     )
 
@@ -96,7 +86,7 @@ def other_reference(run: Run, iteration: int) -> ArtifactRef | None:
 def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
     """One segment of SFT steps."""
     sft = run.config.sft
-    first = segment * sft.segment_steps
+    first, fields = segment * sft.segment_steps, {*OptimizerConfig.model_fields, "batch_size"}
     num_steps = min(sft.segment_steps, sft.num_steps - first)
     assert num_steps > 0, f"segment {segment} of {run.num_segments}"
     return SftJob(
@@ -105,7 +95,7 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
         result=position(run, "sft", segment),
         data=data,
         first_step=first,
-        settings=SftConfig(**sft.model_dump(include={*OPTIMIZER, "batch_size"}), num_steps=num_steps),
+        settings=SftConfig(**sft.model_dump(include=fields), num_steps=num_steps),
         seed=run.config.seed,
     )
 
@@ -179,7 +169,7 @@ async def commit_saved(
     published: Published | None = None,
 ) -> None:
     """Commits what was saved beside a policy: its state, or the gaps of its iteration."""
-    settings = stage_settings(session.config, TRAINED_BY[key.phase])
+    settings = artifact_settings(session.config, key.phase, "policy")
     await run_stage(session, key, inputs, settings, lambda _: Produced(files, published=published))
 
 

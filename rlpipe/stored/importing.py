@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, field, replace
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.config.settings import artifact_settings
 from rlpipe.data.cursor import CursorPosition
 from rlpipe.data.sources import PromptSets
 from rlpipe.loop.session import Session
-from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage, stage_settings
+from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
-from rlpipe.stages.generation import SAMPLED_BY
-from rlpipe.stages.sampling import DRAWN_BY, carried_groups, prompts_by_id
+from rlpipe.stages.sampling import carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
 from rlpipe.store.facts import PromptsFacts, facts_of
@@ -132,7 +132,7 @@ def groups_before(run: Run, iteration: int) -> int:
     return sum(run.owner("rl", index, "prompts").config.rl.num_prompts for index in range(iteration))
 
 
-@stage("rl", "imported", settings=["rl.rollouts_from", "rl.group_size", "data.rl"])
+@stage("rl", "imported")
 def import_files(session: Session, attempt: Attempt, *, iteration: int) -> Produced:
     """All whole groups of the files that `rl.rollouts_from` names, checked row by row and written
     in files of CHUNK_GROUPS groups.
@@ -194,7 +194,7 @@ async def import_prompts(session: Session, *, iteration: int) -> StageResult:
         facts = PromptsFacts(num_prompts=len(prompts), first_group=0, cursor=cursor, data_sha256=digest)
         return Produced([file], asdict(facts))
 
-    return await _import(session, StageKey("rl", iteration, PROMPTS_KEY), {}, DRAWN_BY, write)
+    return await _import(session, StageKey("rl", iteration, PROMPTS_KEY), {}, write)
 
 
 async def import_rollouts(session: Session, *, iteration: int, prompts: ArtifactRef) -> StageResult:
@@ -215,14 +215,13 @@ async def import_rollouts(session: Session, *, iteration: int, prompts: Artifact
         num_tokens = sum(len(rollout.completion_tokens) for rollout in rollouts)
         return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens, "num_rewards_kept": len(kept)})
 
-    return await _import(session, StageKey("rl", iteration, IMPORTED), {"prompts": prompts}, SAMPLED_BY, write)
+    return await _import(session, StageKey("rl", iteration, IMPORTED), {"prompts": prompts}, write)
 
 
 async def _import(
     session: Session,
     key: StageKey,
     inputs: dict[str, ArtifactRef],
-    fields: list[str],
     write: Callable[[StoredIteration, Attempt], Produced],
 ) -> StageResult:
     """Commits what `write` makes of the source's rollouts.
@@ -237,7 +236,8 @@ async def _import(
     else:
         files = await import_files(session, iteration=imported_at(session.run))
         stored = await asyncio.to_thread(_of_files, session, files, key.iteration)
-    settings = stage_settings(session.config, fields)
+    # a field with a condition is about sampling, and nothing is sampled
+    settings = artifact_settings(session.config, key.phase, key.stage.split("/", 1)[0], judged_by=())
     return await run_stage(session, key, inputs | stored.inputs, settings, lambda attempt: write(stored, attempt))
 
 

@@ -11,15 +11,10 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.loop.stage import stage_settings
-from rlpipe.stages.filtering import filter_groups
-from rlpipe.stages.generation import ENDED_BY, generate
-from rlpipe.stages.sampling import DRAWN_BY, sample_prompts
-from rlpipe.stages.scoring import score
+from rlpipe.config.settings import artifact_settings, effects
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
 
-STAGES = {"prompts": sample_prompts, "rollouts": generate, "scores": score, "batch": filter_groups}
 INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
 SHOWN = (
     "rollout/reward_",
@@ -40,15 +35,13 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
         raise UserError(f"--redo {redo}: use one of {', '.join(SHARED_BY_REDO)}")
     for kind in SHARED_BY_REDO[redo]:
         # what ended an over-sampled round may change
-        history = {*ENDED_BY} - {*DRAWN_BY} if kind == "rollouts" else set()
+        history = {f"{section}.{name}" for section, name, _, why in effects("rl", kind) if why == "over-sampled"}
         # the branches beside these are then not read
         if kind != "batch" and config.rl.branches == "last":
             history |= {"rl.branches"}
         parent = run.owner("rl", at, kind).config
-        old, new = (STAGES[kind].settings(settings) for settings in (parent, config))
-        # some fields are in the settings only where they matter
-        old |= stage_settings(parent, [*(new.keys() - old.keys())])
-        new |= stage_settings(config, [*(old.keys() - new.keys())])
+        # fields that are in the settings only where they matter: here where they do in either
+        old, new = (artifact_settings(one, "rl", kind, judged_by=(parent, config)) for one in (parent, config))
         differ = [
             f"{name} cannot change ({old[name]!r} -> {new[name]!r})"
             for name in old
