@@ -3,21 +3,21 @@ follow from them.
 
 `golden/conditions.json` was made by commit 05a6e2f, where each stage had a list of fields: presets
 and changes (at least one for each condition, the others by chance), and the hash of the settings of
-all stages, in the order of a manifest.
+all stages.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from rlpipe.base.hashing import sha256_of
 from rlpipe.base.values import JsonDict
 from rlpipe.config.fields import config_fields
 from rlpipe.config.pipeline import OPERATIONAL, RETIRED, RETIRED_MARKS, PipelineConfig, marks
-from rlpipe.config.settings import CONDITIONS, LAST, USES, artifact_settings, effects
+from rlpipe.config.settings import CONDITIONS, USES, artifact_settings, effects
 from rlpipe.config.source import read_config
 from rlpipe.stages.base import base_reference
 from rlpipe.stored.importing import import_files
@@ -55,12 +55,6 @@ def test_every_mark_names_a_kind_of_artifact_and_a_condition() -> None:
     assert {kind for kind, _ in used if any(section == "data" for section, *_ in effects("", kind))} == USES.keys()
 
 
-def test_every_field_that_comes_last_affects_that_kind() -> None:
-    for kind, names in LAST.items():
-        known = [effect for phase in ("", "rl", "sft") for effect in effects(phase, kind)]
-        assert {effect.place for effect in known} >= set(range(1, len(names.split()) + 1)), kind
-
-
 def test_every_retired_field_that_affects_an_artifact_is_in_its_settings() -> None:
     assert {name for name, _ in RETIRED_MARKS} == {*RETIRED["sft"], *RETIRED["rl"]}
     config = read_config("tiny", [], PRESETS)
@@ -81,8 +75,7 @@ def all_settings(config: PipelineConfig) -> dict[str, JsonDict]:
 @pytest.mark.parametrize("row", ROWS)
 def test_the_settings_under_every_condition_are_those_of_older_code(row: str) -> None:
     preset, *changes = row.split()
-    settings = json.dumps(all_settings(read_config(preset, [*THEN, *changes], PRESETS)))  # in their order
-    assert hashlib.sha256(settings.encode()).hexdigest()[:16] == ROWS[row]
+    assert sha256_of(all_settings(read_config(preset, [*THEN, *changes], PRESETS)))[:16] == ROWS[row]
 
 
 def test_the_rows_meet_every_condition_and_miss_it() -> None:

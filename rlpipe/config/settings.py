@@ -13,25 +13,6 @@ PHASES = {"model": "base", "sft": "sft", "rl": "rl"}  # by section, the phase wh
 # by kind, the use of the data sets that it is made from
 USES = {"data": "sft", "selection": "sft", "prompts": "rl", "imported": "rl", "evaluation": "evaluation"}
 
-# by kind, the fields that come last in a manifest, in the order of older code; the others are in
-# that of the config, and so is every new one: the hash of the settings does not depend on the order
-LAST = {
-    "data": "context_tokens_max validation_fraction",
-    "selection": "context_tokens_max validation_fraction patience num_steps segment_steps",
-    "policy": "beta1 num_steps batch_size segment_steps objective proximal clip_low clip_high dual_clip aggregation kl"
-    " kl_coef kl_estimator estimator gamma entropy_coef importance importance_low importance_high temperature"
-    " completion_tokens_max",
-    "prompts": "context_tokens_max completion_tokens_max",
-    "imported": "group_size data",
-    "rollouts": "temperature shard_prompts oversampling train_stale_tokens rollouts_from completion_tokens_max top_p"
-    " top_k environment environment_args turns_max agent branches num_prompts groups_min rewards reward_args"
-    " reward_fallback filters mask_truncated",
-    "batch": "estimator gamma groups_min rounds_max on_too_few staleness_max mask_truncated curriculum pass_threshold"
-    " reward_fallback branches",
-    "evaluation": "rl.rewards reward_args reward_fallback rl.completion_tokens_max rl.top_p top_k environment"
-    " environment_args turns_max agent completion_tokens_max top_p rewards temperature context_tokens_max",
-}
-
 
 class Effect(NamedTuple):
     """A field that affects artifacts of a kind. Without a name: the whole section."""
@@ -40,13 +21,6 @@ class Effect(NamedTuple):
     name: str
     kind: str
     condition: str  # empty: always
-
-    @property
-    def place(self) -> int:
-        """The place in LAST, which may name a section, too; 0 for the others."""
-        names = {self.name or self.section, f"{self.section}.{self.name}"}
-        last = LAST.get(self.kind, "").split()
-        return next((place for place, name in enumerate(last, 1) if name in names), 0)
 
 
 CONDITIONS: dict[str, Callable[[PipelineConfig, Effect], bool]] = {
@@ -69,10 +43,7 @@ def effects(phase: str, kind: str) -> list[Effect]:
     """The fields that affect artifacts of a kind; the phase matters for policies."""
     retired = [(section, name, mark) for section in RETIRED for name, mark in RETIRED_MARKS if name in RETIRED[section]]
     known = [Effect(*field, *mark.partition(" if ")[::2]) for *field, mark in [*marks(str), *retired]]
-    chosen = [
-        effect for effect in known if effect.kind == kind and (kind != "policy" or PHASES[effect.section] == phase)
-    ]
-    return sorted(chosen, key=lambda effect: effect.place)
+    return [effect for effect in known if effect.kind == kind and (kind != "policy" or PHASES[effect.section] == phase)]
 
 
 def artifact_settings(
