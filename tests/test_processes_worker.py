@@ -8,8 +8,9 @@ their work is a turn of the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,22 +98,24 @@ class PlayedProcess:
         return -9
 
 
-async def outcomes_of(world: World, losses: Losses, *, timeout_s: float = DEADLINE_S) -> list[Any]:
-    """The answer or the error of each request; all are asked at once."""
+@contextlib.asynccontextmanager
+async def asking(world: World, losses: Losses, timeout_s: float = DEADLINE_S) -> AsyncIterator[Callable[[int], Any]]:
+    """A function that asks a worker of this world."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "ChildProcess", world.make)
         worker = Worker(UserCode("the field", "no.module", {}, {}), losses)
-
-        def ask(index: int) -> Any:
-            return ask_twice(partial(worker.ask, lambda _: ({"index": index}, timeout_s)))
-
         try:
-            outcomes = await asyncio.gather(*map(ask, range(len(world.answers_after))), return_exceptions=True)
+            yield lambda index: ask_twice(partial(worker.ask, lambda _: ({"index": index}, timeout_s)))
         finally:
             await worker.close()
         with pytest.raises(EngineError):
             await worker.start()
-        return outcomes
+
+
+async def outcomes_of(world: World, losses: Losses, timeout_s: float = DEADLINE_S) -> list[Any]:
+    """The answer or the error of each request; all are asked at once."""
+    async with asking(world, losses, timeout_s) as ask:
+        return await asyncio.gather(*map(ask, range(len(world.answers_after))), return_exceptions=True)
 
 
 @st.composite
@@ -160,6 +163,22 @@ def test_many_at_once_survive_several_kills_from_outside(world: World, num_kills
     world.outside = {number for number in range(1, num_kills + 1) if len(world.answers_after) >> (number - 1)}
     outcomes = asyncio.run(outcomes_of(world, Losses()))
     assert outcomes == [{"answer": index} for index in range(len(world.answers_after))]
+
+
+async def test_one_that_kills_late_is_found_while_others_are_asked_all_the_time() -> None:
+    world = World(is_async=True, answers_after=[50, 1, 2, 3, 4], kills={0})
+    async with asking(world, Losses()) as ask:
+        killer, num_answers = asyncio.create_task(ask(0)), Counter[int]()
+
+        async def ask_on(index: int) -> None:
+            while not killer.done() and num_answers[index] < 1000:
+                assert await ask(index) == {"answer": index}
+                num_answers[index] += 1
+
+        await asyncio.gather(*map(ask_on, range(1, 5)))
+        with pytest.raises(ProcessEnded):
+            await killer
+    assert world.alone[0] == 2 and max(num_answers.values()) < 1000 and min(num_answers.values()) > 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])
