@@ -46,6 +46,8 @@ PLAYERS = {
     "environment": Extra(f"{ROOM}.environments.player:ENVIRONMENT"),
     "agent": Extra(f"{ROOM}.agents.player:AGENT"),
 }
+# modules that were in the core, by the names that configs of runs have for them
+MOVED = {"rlpipe.environments.calculator": f"{ROOM}.environments.calculator"}
 REWARDS = {"code": Extra(f"{ROOM}.code_sandbox.code:CODE")}
 
 

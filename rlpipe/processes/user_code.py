@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.futures import settle
+from rlpipe.config.extras import MOVED
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
@@ -141,7 +142,7 @@ def load_function(field: str, path: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         with user_code():  # an import runs the module's code
-            module = _import(module_name)
+            module = _import(MOVED.get(module_name, module_name))
     except CodeRaised as error:
         raise UserError(
             f"{field}: {path!r} does not import ({error}); tried module {module_name!r} from {os.getcwd()} and the"
