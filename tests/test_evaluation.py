@@ -139,7 +139,7 @@ def test_own_rewards_are_tried_on_the_evaluation_sets_alone(tmp_path: Path) -> N
         config(tmp_path, "rl.num_iterations=0", f"rl.rewards={nobody}", f"evaluation.rewards={nobody}")
     ).faults
     assert "evaluation.rewards" in fault and "'no_such:reward' does not import" in fault
-    with pytest.raises(UserError, match=r"evaluation\.rewards: 'environment'.*set rl\.environment"):
+    with pytest.raises(UserError, match=r"evaluation\.rewards: the reward 'environment'.*set rl\.environment"):
         config(tmp_path, "evaluation.rewards={environment = 1.0}")
 
 

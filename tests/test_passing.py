@@ -92,7 +92,7 @@ def test_a_plan_says_at_what_a_rollout_passes_and_that_none_can() -> None:
         "passes" in line for line in found.warnings
     )
     found = look_at(config(*small, "evaluation.pass_threshold=1.0"))
-    assert any(line.startswith("evaluation.pass_threshold=1: above 0.5") for line in found.warnings)
+    assert any(line.startswith("evaluation.pass_threshold=1: is above 0.5") for line in found.warnings)
 
 
 def test_a_field_that_is_gone_hides_no_other_fault() -> None:

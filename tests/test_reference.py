@@ -136,9 +136,9 @@ async def test_a_fork_has_its_parent_s_reference_or_its_own_and_replays_with_the
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (tokenizer({"a": 1, "b": 0}), "2 tokens differ, for example 'a'"),
-        (tokenizer({"a": 0}), "1 tokens differ, for example 'b'"),
-        (tokenizer(VOCABULARY, ("<end>", 2)), "1 tokens differ, for example '<end>'"),
+        (tokenizer({"a": 1, "b": 0}), "2 tokens, for example 'a'"),
+        (tokenizer({"a": 0}), "1 tokens, for example 'b'"),
+        (tokenizer(VOCABULARY, ("<end>", 2)), "1 tokens, for example '<end>'"),
         (b"[]", "cannot be compared"),
     ],
 )

@@ -60,7 +60,7 @@ async def fault_of(answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch, 
 
 async def test_a_trainer_that_trains_already_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trains: Answer = (409, {"error": "busy", "position": None})
-    assert "does not offer it: busy" in await fault_of({"offer": trains}, monkeypatch, tmp_path)
+    assert "refused to offer weights: busy" in await fault_of({"offer": trains}, monkeypatch, tmp_path)
 
 
 async def test_who_receives_nothing_does_not_wait_for_his_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
