@@ -1,4 +1,4 @@
-"""The players of rollouts: a `Player` turns the requests of groups into trajectories.
+"""The players of rollouts: a `Player` makes a `PlayedRollout` of each request for one.
 
 `PoolPlayer`, one completion a rollout, is in the core. Rollouts of several turns, in an environment
 or of an agent, are played by extras (`PLAYERS` in rlpipe/config/extras.py).
@@ -25,7 +25,7 @@ from rlpipe.store.backend import Store
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class PlayedRollout:
     """One played rollout.
 
     `completion`: all tokens after the prompt, of every turn; those that the policy did not write
@@ -40,19 +40,19 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
 
 
-OnTrajectories = Callable[[int, list[Trajectory]], Awaitable[None]]
+OnPlayed = Callable[[int, list[PlayedRollout]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Hooks:
     """The requests of a stage while rollouts are played.
 
-    `on_group` (index, trajectories) is awaited as each group finishes. Once `enough` is set, what
-    is unfinished is cut: its completion ends with "abort". Agents use neither of the two: they keep
-    the replies that they got in the folder `replies` of the store; empty: nowhere.
+    `on_group` (index, played rollouts) is awaited as each group finishes. Once `enough` is set,
+    what is unfinished is cut: its completion ends with "abort". Agents use neither of the two: they
+    keep the replies that they got in the folder `replies` of the store; empty: nowhere.
     """
 
-    on_group: OnTrajectories | None = None
+    on_group: OnPlayed | None = None
     enough: asyncio.Event | None = None
     replies: str = ""
 
@@ -77,9 +77,9 @@ class Player(ABC):
     @abstractmethod
     async def play(
         self, requests: list[GroupRequest], groups: list[PromptGroup], hooks: Hooks
-    ) -> list[list[Trajectory]]:
-        """The trajectories of each group, in order. UserError when a rollout had a fault and there
-        is no `rl.reward_fallback`.
+    ) -> list[list[PlayedRollout]]:
+        """The played rollouts of each group, in order. UserError when a rollout had a fault and
+        there is no `rl.reward_fallback`.
         """
 
     async def first_messages(self, prompts: list[Prompt]) -> list[list[Message]]:
@@ -116,17 +116,17 @@ class PoolPlayer(Player):
 
     async def play(
         self, requests: list[GroupRequest], groups: list[PromptGroup], hooks: Hooks
-    ) -> list[list[Trajectory]]:
+    ) -> list[list[PlayedRollout]]:
         async def finished(index: int, completions: list[Completion]) -> None:
             if hooks.on_group is not None:
-                await hooks.on_group(index, _trajectories(requests[index], completions))
+                await hooks.on_group(index, _played(requests[index], completions))
 
         sampled = await self.pool.generate(requests, finished, hooks.enough)
-        return [_trajectories(*pair) for pair in zip(requests, sampled, strict=True)]
+        return [_played(*pair) for pair in zip(requests, sampled, strict=True)]
 
 
-def _trajectories(request: GroupRequest, completions: list[Completion]) -> list[Trajectory]:
-    return [Trajectory(request.prompt_tokens, completion) for completion in completions]
+def _played(request: GroupRequest, completions: list[Completion]) -> list[PlayedRollout]:
+    return [PlayedRollout(request.prompt_tokens, completion) for completion in completions]
 
 
 def player_of(parts: PlayerParts) -> Player:
@@ -143,9 +143,9 @@ def kind_of_player(rl: RlConfig) -> PlayerKind | None:
     return opened(PLAYERS[name], rl.world) if name else None
 
 
-def check_faults(rl: RlConfig, trajectories: list[list[Trajectory]]) -> None:
+def check_faults(rl: RlConfig, played: list[list[PlayedRollout]]) -> None:
     """Raises UserError where a rollout had a fault and there is no `rl.reward_fallback`."""
-    outcomes = [trajectory.outcome for group in trajectories for trajectory in group]
+    outcomes = [rollout.outcome for group in played for rollout in group]
     faults = Counter(outcome.fault for outcome in outcomes if outcome and outcome.fault)
     if faults and rl.reward_fallback is None:
         raise UserError(

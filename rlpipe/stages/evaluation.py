@@ -74,11 +74,11 @@ async def _sample(session: Session, version: int) -> tuple[list[Prompt], list[Ro
     prompts = await encoded_prompts(session, "evaluation", prompts)
     requests = [_request(session, prompt, version) for prompt in prompts]
     groups = [PromptGroup(index, index, prompt) for index, prompt in enumerate(prompts)]
-    trajectories = await session.player.play(requests, groups, Hooks())
+    played = await session.player.play(requests, groups, Hooks())
     return prompts, [
         rollout
-        for group, request, played in zip(groups, requests, trajectories, strict=True)
-        for rollout in rollouts_of(session, group, request, played, version)
+        for group, request, ended in zip(groups, requests, played, strict=True)
+        for rollout in rollouts_of(session, group, request, ended, version)
     ]
 
 

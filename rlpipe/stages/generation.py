@@ -15,7 +15,7 @@ from rlpipe.base.seeds import rollout_seed
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Sampling
 from rlpipe.engines.pool import GroupRequest
-from rlpipe.loop.player import Hooks, Trajectory
+from rlpipe.loop.player import Hooks, PlayedRollout
 from rlpipe.loop.sampling_round import SamplingRound, Scores
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
@@ -64,14 +64,14 @@ async def generate(
     made = ShardGroups(session, sampling_round, shard_groups, requests, version)
     if session.config.rl.oversampling > 1:
         await sampling_round.count_committed(partial(_committed_of_round, session, groups, keys))
-        trajectories = await _until_enough(made)
+        played = await _until_enough(made)
     else:
         hooks = Hooks(made.score, replies=session.run.folder(*keys[shard]))
-        trajectories = await session.player.play(requests, shard_groups, hooks)
-    rollouts = [rollout for index, group in enumerate(trajectories) for rollout in await made.rollouts(index, group)]
+        played = await session.player.play(requests, shard_groups, hooks)
+    rollouts = [rollout for index, group in enumerate(played) for rollout in await made.rollouts(index, group)]
     await _check_answered(session, sampling_round, keys, shard, rollouts)
     files = [await asyncio.to_thread(attempt.write, "rollouts.parquet", rollouts, Rollout, ROLLOUTS)]
-    files += await asyncio.to_thread(write_branches, attempt, trajectories)
+    files += await asyncio.to_thread(write_branches, attempt, played)
     num_tokens = sum(rollout.num_sampled_by(version) for rollout in rollouts)
     return Produced(files, {"num_rollouts": len(rollouts), "num_tokens": num_tokens}, weight_version=version)
 
@@ -152,13 +152,15 @@ def committed_groups(session: Session, key: StageKey) -> list[Group]:
     )
 
 
-async def _until_enough(made: ShardGroups) -> list[list[Trajectory]]:
-    """The trajectories of a shard; sampling stops once enough groups of the round have survived."""
+async def _until_enough(made: ShardGroups) -> list[list[PlayedRollout]]:
+    """The played rollouts of a shard; sampling stops once enough groups of the round have
+    survived.
+    """
     enough = made.sampling_round.begin(group.group_index for group in made.groups)
 
-    async def on_group(index: int, trajectories: list[Trajectory]) -> None:
+    async def on_group(index: int, played: list[PlayedRollout]) -> None:
         if not enough.is_set():
-            await made.sampling_round.judge(made.groups[index].prompt, await made.rollouts(index, trajectories))
+            await made.sampling_round.judge(made.groups[index].prompt, await made.rollouts(index, played))
 
     return await made.session.player.play(made.requests, made.groups, Hooks(on_group, enough))
 

@@ -1,4 +1,4 @@
-"""The rollouts of a shard, which are made of trajectories."""
+"""The rollouts of a shard, which are made of the played ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.base.references import FileRecord
 from rlpipe.base.values import Metrics
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
-from rlpipe.loop.player import Trajectory
+from rlpipe.loop.player import PlayedRollout
 from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt
@@ -43,54 +43,54 @@ class ShardGroups:
     version: int
     finished: dict[int, Group] = field(default_factory=dict)
 
-    async def rollouts(self, index: int, trajectories: list[Trajectory]) -> Group:
+    async def rollouts(self, index: int, played: list[PlayedRollout]) -> Group:
         """The rollouts of one group.
 
         Made in a thread: to decode millions of tokens would block the event loop, and so other
         requests.
         """
         if index not in self.finished:
-            group = self.groups[index], self.requests[index], trajectories
+            group = self.groups[index], self.requests[index], played
             self.finished[index] = await asyncio.to_thread(rollouts_of, self.session, *group, self.version)
         return self.finished[index]
 
-    async def score(self, index: int, trajectories: list[Trajectory]) -> None:
+    async def score(self, index: int, played: list[PlayedRollout]) -> None:
         """Starts to score a finished group while others are sampled, without waiting: rollouts are
         committed before their rewards.
         """
-        self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, trajectories))
+        self.sampling_round.add(self.groups[index].prompt, await self.rollouts(index, played))
 
 
 def rollouts_of(
-    session: Session, group: PromptGroup, request: GroupRequest, trajectories: list[Trajectory], version: int
+    session: Session, group: PromptGroup, request: GroupRequest, played: list[PlayedRollout], version: int
 ) -> Group:
-    """The trajectories of one group as rollouts; `version` is the newest that sampled them."""
+    """The played rollouts of one group as rollouts; `version` is the newest that sampled them."""
     prompt_id = group.prompt.prompt_id
-    assert len(trajectories) == len(request.params), f"{prompt_id}: a rollout was lost or came twice"
-    for prior, trajectory in zip(request.prior, trajectories, strict=True):
-        assert trajectory.completion.tokens[: len(prior.tokens)] == prior.tokens, (
+    assert len(played) == len(request.params), f"{prompt_id}: a rollout was lost or came twice"
+    for prior, rollout in zip(request.prior, played, strict=True):
+        assert rollout.completion.tokens[: len(prior.tokens)] == prior.tokens, (
             f"{prompt_id}: a rollout did not go on as it was"
         )
     return [
-        _rollout_of(session, group, index, params.seed, trajectory, version)
-        for index, (params, trajectory) in enumerate(zip(request.params, trajectories, strict=True))
+        _rollout_of(session, group, index, params.seed, rollout, version)
+        for index, (params, rollout) in enumerate(zip(request.params, played, strict=True))
     ]
 
 
 def _rollout_of(
-    session: Session, group: PromptGroup, index: int, seed: int, trajectory: Trajectory, version: int
+    session: Session, group: PromptGroup, index: int, seed: int, played: PlayedRollout, version: int
 ) -> Rollout:
-    """One trajectory as a rollout; `index`: in its group."""
-    completion = trajectory.completion
+    """One played rollout as a rollout; `index`: in its group."""
+    completion = played.completion
     mask = loss_mask(completion.spans, version, session.config.rl.train_stale_tokens)
-    if trajectory.policy_mask is not None:
-        mask = mask * np.frombuffer(trajectory.policy_mask, dtype=np.int8)
+    if played.policy_mask is not None:
+        mask = mask * np.frombuffer(played.policy_mask, dtype=np.int8)
     return Rollout(
         prompt_id=group.prompt.prompt_id,
         group_index=group.group_index,
         rollout_index=index,
         prompt=content_text(group.prompt.messages[-1]),
-        prompt_tokens=np.array(trajectory.prompt_tokens, dtype=np.int32),
+        prompt_tokens=np.array(played.prompt_tokens, dtype=np.int32),
         completion=session.data.tokenizer.decode(completion.tokens.tolist()),
         completion_tokens=np.array(completion.tokens, dtype=np.int32),
         loss_mask=mask,
@@ -100,7 +100,7 @@ def _rollout_of(
         finish_reason=completion.finish_reason,
         seed=seed,
         engine=completion.engine,
-        environment=trajectory.outcome,
+        environment=played.outcome,
     )
 
 
@@ -123,11 +123,11 @@ def prior_of(carried: CarriedRollout, tokens_max: int) -> Completion:
     return Completion(tokens, logprobs_of(carried.rollout_logprobs), reason, spans, carried.engine)
 
 
-def write_branches(attempt: Attempt, trajectories: list[list[Trajectory]]) -> list[FileRecord]:
+def write_branches(attempt: Attempt, played: list[list[PlayedRollout]]) -> list[FileRecord]:
     """Writes the branches that are not the rollouts' own as one file; no file where there are
     none.
     """
-    branches = [branch for group in trajectories for trajectory in group for branch in trajectory.branches]
+    branches = [branch for group in played for rollout in group for branch in rollout.branches]
     return [attempt.write(BRANCHES_FILE, branches, Branch)] if branches else []
 
 

@@ -22,7 +22,7 @@ from rlpipe.extras.agents.conversation import Node, masks_of_each_reply_once
 from rlpipe.extras.agents.log import CallLog
 from rlpipe.extras.agents.pool import AgentFault, AgentOutcome, Agents, check_agent
 from rlpipe.extras.agents.rollout import AgentRollout, CallKey, Terms
-from rlpipe.loop.player import Hooks, Player, PlayerKind, PlayerParts, Trajectory, check_faults
+from rlpipe.loop.player import Hooks, PlayedRollout, Player, PlayerKind, PlayerParts, check_faults
 from rlpipe.loop.stage import all_ended
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED, Branch, EnvironmentOutcome, PromptGroup
@@ -40,7 +40,7 @@ class AgentPlayer(Player):
 
     async def play(
         self, requests: list[GroupRequest], groups: list[PromptGroup], hooks: Hooks
-    ) -> list[list[Trajectory]]:
+    ) -> list[list[PlayedRollout]]:
         """As `Player.play`; without `hooks.replies` no replies are kept, as for an evaluation."""
         parts, rl = self.parts, self.parts.rl
         calls = await asyncio.to_thread(CallLog, parts.store, hooks.replies) if hooks.replies else None
@@ -52,13 +52,13 @@ class AgentPlayer(Player):
                 terms = Terms(group.prompt.prompt_id, params, rl.turns_max, parts.config.model.context_tokens_max)
                 kept = ({}, _keep_nothing) if calls is None else (calls.replies[at], partial(calls.keep, at))
                 rollout = AgentRollout(parts.pool, parts.tokenizer, terms, *kept)
-                started.append(self._trajectory(rollout, group.prompt, (group.group_index, index)))
+                started.append(self._played(rollout, group.prompt, (group.group_index, index)))
         ended = iter(await all_ended(started))
-        trajectories = [[next(ended) for _ in request.params] for request in requests]
-        check_faults(rl, trajectories)
-        return trajectories
+        played = [[next(ended) for _ in request.params] for request in requests]
+        check_faults(rl, played)
+        return played
 
-    async def _trajectory(self, rollout: AgentRollout, prompt: Prompt, place: tuple[int, int]) -> Trajectory:
+    async def _played(self, rollout: AgentRollout, prompt: Prompt, place: tuple[int, int]) -> PlayedRollout:
         """One rollout, from the start of its agent to its end. `place`: the index of its group, and
         its own in the group.
         """
@@ -75,16 +75,16 @@ class AgentPlayer(Player):
                 log.warning("rl.agent, prompt %s: %s: %s", prompt.prompt_id, fault, error)
         if rollout.failure is not None:
             raise rollout.failure
-        return trajectory_of(rollout, outcome, fault, prompt, place, self.parts.rl)
+        return played_by(rollout, outcome, fault, prompt, place, self.parts.rl)
 
     async def close(self) -> None:
         await self.agents.close()
 
 
-def trajectory_of(
+def played_by(
     rollout: AgentRollout, outcome: AgentOutcome, fault: str, prompt: Prompt, place: tuple[int, int], rl: RlConfig
-) -> Trajectory:
-    """The trajectory of a finished rollout: its last branch, or nothing where no call was answered.
+) -> PlayedRollout:
+    """The record of a finished rollout: its last branch, or nothing where no call was answered.
     `place`: the index of its group, and its own in the group.
     """
     last = rollout.conversation.last
@@ -95,7 +95,7 @@ def trajectory_of(
     if not fault and reason in LIMITS:
         metrics[LIMITS[reason]] = 1.0
     num_turns, added = (last.num_turns, last.added) if last else (0, [])
-    return Trajectory(
+    return PlayedRollout(
         last.prompt_tokens if last else prompt.prompt_tokens.tolist(),
         replace(last.completion if last else NOTHING_YET, finish_reason=reason),
         last.policy_mask if last else b"",

@@ -13,7 +13,7 @@ from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import EnginePool, GroupRequest, NextTurn
 from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, check_environment
 from rlpipe.extras.environments.turns import NOT_BEGUN, Turns
-from rlpipe.loop.player import Hooks, Player, PlayerKind, PlayerParts, Trajectory, check_faults
+from rlpipe.loop.player import Hooks, PlayedRollout, Player, PlayerKind, PlayerParts, check_faults
 from rlpipe.loop.stage import all_ended
 from rlpipe.processes.pool import code_environment
 from rlpipe.records.prompt import Message, Prompt
@@ -35,12 +35,12 @@ class EnvironmentPlayer(Player):
 
     async def play(
         self, requests: list[GroupRequest], groups: list[PromptGroup], hooks: Hooks
-    ) -> list[list[Trajectory]]:
+    ) -> list[list[PlayedRollout]]:
         """As `Player.play`; each rollout advances by itself."""
-        played = [self._turns(request, group) for request, group in zip(requests, groups, strict=True)]
+        in_progress = [self._turns(request, group) for request, group in zip(requests, groups, strict=True)]
 
         async def on_rollout(number: int, index: int, longer: Completion) -> NextTurn | None:
-            turns, first = played[number][index], requests[number].params[index]
+            turns, first = in_progress[number][index], requests[number].params[index]
             if not turns.completion.finished:  # else it was finished before
                 await turns.take(longer)
             if turns.completion.finished:
@@ -49,20 +49,20 @@ class EnvironmentPlayer(Player):
 
         async def on_group(number: int, _: list[Completion]) -> None:
             if hooks.on_group is not None:
-                await hooks.on_group(number, [turns.trajectory() for turns in played[number]])
+                await hooks.on_group(number, [turns.played() for turns in in_progress[number]])
 
         try:
             sampled = await self.pool.generate(requests, on_group=on_group, enough=hooks.enough, on_rollout=on_rollout)
         finally:
-            for turns in (turns for group in played for turns in group):
+            for turns in (turns for group in in_progress for turns in group):
                 turns.environment.drop()
-        for group, completions in zip(played, sampled, strict=True):
+        for group, completions in zip(in_progress, sampled, strict=True):
             for turns, completion in zip(group, completions, strict=True):
                 if not turns.completion.finished:
                     turns.keep(completion)
-        trajectories = [[turns.trajectory() for turns in group] for group in played]
-        check_faults(self.rl, trajectories)
-        return trajectories
+        played = [[turns.played() for turns in group] for group in in_progress]
+        check_faults(self.rl, played)
+        return played
 
     def _turns(self, request: GroupRequest, group: PromptGroup) -> list[Turns]:
         """The rollouts of a group, none of them asked yet."""

@@ -20,7 +20,7 @@ from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion
 from rlpipe.extras.environments.pool import EnvironmentFault, RemoteEnvironment
 from rlpipe.extras.environments.wire import History
-from rlpipe.loop.player import Trajectory
+from rlpipe.loop.player import PlayedRollout
 from rlpipe.records.prompt import Message
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED, EnvironmentOutcome
 
@@ -127,10 +127,10 @@ class Turns:
     def _end(self, reason: str) -> None:
         self.completion = replace(self.completion, finish_reason=reason)
 
-    def trajectory(self) -> Trajectory:
+    def played(self) -> PlayedRollout:
         """The rollout so far."""
         outcome = EnvironmentOutcome(self.reward, self.num_turns, self.fault, dict(self.metrics), self.messages)
-        return Trajectory(self.prompt_tokens, self.completion, bytes(self.policy_mask), outcome)
+        return PlayedRollout(self.prompt_tokens, self.completion, bytes(self.policy_mask), outcome)
 
 
 def policy_turns(tokenizer: ChatTokenizer, tokens: array[int], messages: list[list[Message]]) -> list[range]:
