@@ -214,7 +214,7 @@ def test_a_node_reads_nothing_that_it_wrote_and_anything_else_once(
     for rank in range(2):
         map_records(node("d"), ref, "batch.parquet", BatchRow, tmp_path / str(rank))
     assert reads(s3_proxy) == ["batch.parquet", "manifest.json"], "a node whose trainer alone reads"
-    uncached = Store(node("a").url)
+    uncached = open_store(node("a").url)
     assert read_all(uncached, ref, tmp_path / "ranks") == expected and len(reads(s3_proxy)) > 8
 
 

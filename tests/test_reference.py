@@ -166,7 +166,7 @@ def test_preflight_refuses_a_reference_before_anything_is_written(
     ("sets", "error"),
     [
         (["rl.reference=run:b"], r"rl\.reference='run:b': no KL to a reference is computed; set rl\.kl"),
-        (["rl.kl_coef=0.1"], r"rl\.kl_coef=0\.1: the weight of a KL that is not computed"),
+        (["rl.kl_coef=0.1"], r"rl\.kl_coef=0\.1: it is the weight of a KL that is not computed"),
         (["rl.kl=loss", "rl.reference=run:a"], r"rl\.reference='run:a': name another run"),
         (["stop.kl_max=0.1"], r"set rl\.kl \(with rl\.kl_coef = 0 it changes nothing\)"),
     ],
