@@ -107,7 +107,7 @@ async def sample_batch(session: Session, iteration: int, earlier: Before) -> Sam
             scores=[scored.ref for scored in scores],
             pass_rates=pass_rates,
         )
-        facts = facts_of(batch.metrics, BatchFacts)
+        facts = facts_of(batch.metrics, BatchFacts, batch.ref.folder)
         num_kept = facts.num_kept
         if not facts.needs_more:
             return Sampled(prompts, scores, batch)
@@ -131,7 +131,7 @@ async def sample_shards(
             policy=policy,
             num_kept=num_kept,
         )
-        for shard in range(num_shards(session, facts_of(prompts.metrics, PromptsFacts).num_prompts))
+        for shard in range(num_shards(session, facts_of(prompts.metrics, PromptsFacts, prompts.ref.folder).num_prompts))
     ]
     return [shard.ref for shard in await all_ended([*sampling])]
 

@@ -278,9 +278,29 @@ def test_it_takes_no_more_than_the_disk_has_left(tmp_path: Path, monkeypatch: py
     for number in range(1, 5):
         cache.add(sha256(bytes([number]) * 50), bytes([number]) * 50)
     assert sum(sizes(tmp_path)) == 200
-    free = 110  # others have filled it: once an entry is deleted it has 160
+    free = 500  # others have filled it: with each entry that is deleted it has 50 more
     cache.add(sha256(b"y"), b"y")
-    assert sum(sizes(tmp_path)) == 151
+    assert sum(sizes(tmp_path)) == 101, "a quarter of what is left"
     free = 0
     cache.add(sha256(b"z"), b"z")
-    assert sum(sizes(tmp_path)) == 52, "the newest that have no more than that"
+    assert sum(sizes(tmp_path)) == 1, "nothing new, and what was used longest ago is gone"
+
+
+def test_what_cannot_be_deleted_ends_no_bound(tmp_path: Path) -> None:
+    cache = small_cache(tmp_path)
+    (tmp_path / "0").mkdir()  # a folder of somebody else
+    kept = tmp_path / sha256(b"kept")
+    cache.add(kept.name, b"kept")
+    os.utime(kept, (1, 1))
+    unlinked = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == kept:
+            raise PermissionError(path)
+        unlinked(path, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        for number in range(40):
+            cache.add(sha256(bytes([number])), bytes([number]))
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) <= FILES_MAX and kept.exists()

@@ -205,3 +205,33 @@ async def test_too_many_lost_in_a_row_end_all_that_wait_and_an_answer_between_fo
 async def test_code_that_does_not_load_is_the_error_of_all() -> None:
     outcomes = await outcomes_of(World(True, [1] * 3, kills=set(), error="no such function"), Losses())
     assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(UserError, "no such function")] * 3
+
+
+@pytest.mark.parametrize("name", ["has_unread", "open"])
+async def test_an_error_of_this_process_reaches_all_calls_and_leaves_no_process(name: str) -> None:
+    """No descriptor is left, for example: what is asked later gets a process that is watched."""
+    world = World(is_async=False, answers_after=[3, 2], kills=set())
+    broken = [True]
+
+    class Broken(PlayedProcess):
+        @property
+        def has_unread(self) -> bool:  # type: ignore[override]
+            if name == "has_unread" and broken:
+                raise OSError(24, broken.pop())
+            return False
+
+        async def open(self, on_message: Callable[[Any], None]) -> None:
+            if name == "open" and broken:
+                raise OSError(24, broken.pop())
+            await super().open(on_message)
+
+    def make(*_: Any) -> PlayedProcess:
+        world.started.append(Broken(world, len(world.started) + 1))
+        return world.started[-1]
+
+    world.make = make  # type: ignore[method-assign]
+    async with asking(world, Losses()) as ask, asyncio.timeout(DEADLINE_S):
+        with pytest.raises(OSError, match="24"):
+            await ask(0)
+        assert world.started[0].has_ended
+        assert (await ask(1))["answer"] == 1 and len(world.started) == 2

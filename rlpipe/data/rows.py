@@ -176,9 +176,10 @@ def _function_rows(data: DataConfig, seed: int) -> Iterator[Row]:
     row_index, is_last = 0, False
     try:
         pool.start()
+        first = pool.workers[0].num_started  # it may have been killed while it loaded
         while not is_last:
             answer = pool.ask({}, ROW_TIMEOUT_S)
-            if pool.workers[0].num_started > 1:  # it ended between two requests: another one begins with the first row
+            if pool.workers[0].num_started != first:  # it ended between two requests: another begins with the first row
                 raise ProcessEnded
             for line in answer["rows"]:
                 row_index += 1

@@ -74,13 +74,13 @@ class TokenizerTrial:
             "control_tokens": model.control_tokens,
         }
         self._pool = WorkerPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello)
-        (ready,) = self._pool.start()
-        self.vocab_size: int = ready["vocab_size"]
-        self.knows_tools: bool = ready["knows_tools"]
-        assert self.vocab_size > 0, "a tokenizer without tokens"
         try:
+            (ready,) = self._pool.start()
+            self.vocab_size: int = ready["vocab_size"]
+            self.knows_tools: bool = ready["knows_tools"]
+            assert self.vocab_size > 0, "a tokenizer without tokens"
             self._ask({"first": FIRST}, FIRST_TIMEOUT_S)
-        except UserError:
+        except BaseException:
             self.close()
             raise
 

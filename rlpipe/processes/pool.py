@@ -85,18 +85,24 @@ class WorkerPool:
         return await asyncio.gather(*map(function, self.workers), return_exceptions=True)
 
     def _start_thread(self) -> None:
-        running = threading.Event()
+        loop = asyncio.new_event_loop()  # here: the caller gets the error when there is no descriptor left
 
         async def run() -> None:
-            self._loop = asyncio.get_running_loop()
-            running.set()
             await self._over.wait()
             if calls := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(calls)  # their workers are closed
 
-        self._thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True, name=self._field)
-        self._thread.start()
-        running.wait()
+        def live() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(run())
+
+        thread = threading.Thread(target=live, daemon=True, name=self._field)
+        try:
+            thread.start()
+        except RuntimeError:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
 
 
 def code_environment(secrets: Secrets = Secrets()) -> dict[str, str]:  # noqa: B008 (it cannot be changed)

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from rlpipe.base.errors import EngineError, UserError
-from rlpipe.processes.child import ChildProcess
+from rlpipe.processes.child import ChildProcess, kill
 from rlpipe.processes.user_code import Record
 
 log = logging.getLogger(__name__)
@@ -176,12 +176,23 @@ class Worker:
             while self._waiting:
                 await self._load_and_watch()
         except Exception as error:  # raised for all calls
+            await self._abandon()
             for call in (*self._in_flight.values(), *self._waiting):
                 call.fail(error)
             self._in_flight.clear()
             self._waiting.clear()
         finally:
             self._life = None
+
+    async def _abandon(self) -> None:
+        """Ends a process whose watch an error has ended: nobody would see when it ends."""
+        self._ready = None  # from here on no call is sent
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                await process.end(by_itself=False)
+            except Exception:  # no thread is left that could wait for it
+                kill(process.keeper)
 
     async def _load_and_watch(self) -> None:
         """Starts a process and returns when it has ended; another one if it was killed while it
@@ -282,7 +293,7 @@ class Worker:
         what = "it did not answer in time" if is_late else fault
         if len(lost) > 1:
             what += f", with {len(lost)} calls under way"
-        log.warning("%s: %s", self.code.field, what)
+        log.info("%s: %s", self.code.field, what)  # its caller warns, and knows the rollout
         self._losses.add(self.code.field, what, is_late)
         self._in_flight.clear()
         self._room = max(1, len(lost) // 2)

@@ -22,7 +22,7 @@ from rlpipe.records.rollout import Group, Rollout, grouped
 from rlpipe.report.curves import before_after, evaluation_changes, evaluations
 from rlpipe.report.stored_turns import Turns, turns_to_show
 from rlpipe.store.approvals import awaited_gate
-from rlpipe.store.artifacts import read_file, read_manifest, read_records
+from rlpipe.store.artifacts import read_cached, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.lease import held_by
 from rlpipe.store.limits import reason_to_stop, untrained
@@ -210,7 +210,7 @@ def rollout_table(run: Run, iteration: int) -> str:
     assert record is not None, f"iteration {iteration} is not committed"
     batch = record.artifacts["batch"]
     file = read_manifest(run.store, batch.folder, batch.sha256).file("batch.parquet")
-    table = read_table(read_file(run.store, batch.folder, file), TABLE_COLUMNS)
+    table = read_table(read_cached(run.store, batch.folder, file), TABLE_COLUMNS)
     step = max(1, -(-table.num_rows // TABLE_ROWS))
     rows = table.take(pa.array(range(0, table.num_rows, step), pa.int64())).to_pylist()  # typed: a batch may be empty
     text = io.StringIO()

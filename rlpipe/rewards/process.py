@@ -76,15 +76,20 @@ class ProcessScorer:
         """Kills the processes."""
         self.processes.close()
 
-    async def _work(self, worker: Worker, batches: Iterable[list[int]]) -> None:
-        """Asks for one batch after the other until none is left, or the reward is given up."""
+    async def _work(self, worker: Worker, batches: Iterable[list[int]], is_again: bool = False) -> None:
+        """Asks for one batch after the other until none is left, or the reward is given up.
+        `is_again`: they have failed once.
+        """
         for batch in batches:
             if self._given_up:
                 return
             fault = await self._ask(worker, batch)
             if fault and len(batch) > 1:  # of several that failed together none is known to be at fault
-                await self._work(worker, [[index] for index in batch])
-            elif fault:
+                await self._work(worker, [[index] for index in batch], is_again=True)
+                continue
+            if fault and fault[0] == "reward_error" and self.losses_max is not None and not is_again:
+                fault = await self._ask(worker, batch)  # a model may have been short of memory
+            if fault:
                 self._faults[batch[0]] = fault
 
     async def _ask(self, worker: Worker, batch: list[int]) -> Fault | None:

@@ -89,7 +89,8 @@ def shard_places(rl: RlConfig, num_groups: int) -> list[range]:
 def prompt_groups(session: Session, prompts: ArtifactRef) -> list[PromptGroup]:
     """The groups of a round, those of partial rollouts first."""
     store = session.run.store
-    first = facts_of(read_manifest(store, prompts.folder, prompts.sha256).metrics, PromptsFacts).first_group
+    metrics = read_manifest(store, prompts.folder, prompts.sha256).metrics
+    first = facts_of(metrics, PromptsFacts, prompts.folder).first_group
     carried = dict(enumerate(carried_groups(store, prompts)))
     drawn = read_records(store, prompts, "prompts.parquet", Prompt)
     return [PromptGroup(slot, first + slot, prompt, carried.get(slot, [])) for slot, prompt in enumerate(drawn)]

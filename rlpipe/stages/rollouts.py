@@ -32,7 +32,7 @@ from rlpipe.records.rollout import (
 
 @dataclass(frozen=True, eq=False)
 class ShardGroups:
-    """The rollouts of a shard, made from the completions of each group as soon as the group has
+    """The rollouts of a shard, made from the played ones of each group as soon as the group has
     finished.
     """
 

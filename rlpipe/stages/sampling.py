@@ -109,7 +109,7 @@ def _position(session: Session, round_index: int, before: ArtifactRef | None) ->
         check_lengths(session, "rl")
         return session.data.cursor.start(), metrics
     earlier = read_manifest(session.run.store, before.folder, before.sha256).metrics
-    facts = facts_of(earlier, PromptsFacts)
+    facts = facts_of(earlier, PromptsFacts, before.folder)
     if facts.data_sha256 != session.data.sha256:
         raise UserError(
             f"the data sets with use = 'rl' have changed since the prompts of {before.folder} were drawn (or, with"

@@ -159,14 +159,16 @@ def _lost_with(store: Store, damaged: set[str], folders: list[str]) -> Iterator[
     `folders`: artifacts whose own files are intact; `damaged`: the folders of the others.
     """
     for folder in folders:
-        policy = stored_policy(store, *read_artifact(store, folder))
+        form = "a policy"
         try:
+            policy = stored_policy(store, *read_artifact(store, folder))
+            form = policy.form
             needed = dependencies(store, policy.ref)
             fault = next((f"{other.folder} is damaged" for other in needed if other.folder in damaged), "")
         except StoreError as error:
             fault = str(error)
         if fault:
-            yield f"{folder} is stored as {policy.form} and cannot be rebuilt: {fault}"
+            yield f"{folder} is stored as {form} and cannot be rebuilt: {fault}"
 
 
 def _missing(run: Run) -> Iterator[str]:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,11 @@ from rlpipe.store.disk import link
 log = logging.getLogger(__name__)
 FOLDER = "cache"  # in the folder of a run, or of a service, on this machine
 BYTES_MAX = 4 * 2**30
-FILES_MAX = 1_000  # so that a look at all of them takes a millisecond
-SHARE_MAX = 4  # a file above 1 / SHARE_MAX of the bytes stays out: it would displace most others
+FILES_MAX = 1_000  # so that a look at all of them takes some milliseconds
+# a file above 1 / SHARE_MAX of the bytes stays out, as it would displace most others, and all
+# entries together have at most 1 / SHARE_MAX of what the disk has left: others need it
+SHARE_MAX = 4
+LOOKS = 32  # a process looks at all of them once in 1 / LOOKS of the bounds
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,12 +45,13 @@ class Cache:
     """Files in a folder that the processes of a node share. Without a folder it stays empty.
 
     An entry appears by a rename, whole. When there are more than the bounds allow, or when they
-    have more bytes than the disk has left, those that were used longest ago are deleted; files that
-    a killed process left behind are among them.
+    have more than their share of what the disk has left, those that were used longest ago are
+    deleted; files that a killed process left behind are among them.
     """
 
     def __init__(self, folder: Path | None, bytes_max: int = BYTES_MAX, files_max: int = FILES_MAX) -> None:
         self._folder, self._bytes_max, self._files_max = folder, bytes_max, files_max
+        self._new_files, self._new_bytes = files_max, 0  # since the last look; the first add looks
 
     def read(self, sha256: str) -> bytes | None:
         """The bytes that have this sha256; None where they are not here."""
@@ -101,20 +106,29 @@ class Cache:
         temporary = path.with_name(f"{sha256}.{uuid.uuid4().hex[:8]}.tmp")
         with contextlib.suppress(OSError):  # a full disk
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(temporary)
-            os.replace(temporary, path)
+            if size <= shutil.disk_usage(path.parent).free // SHARE_MAX:
+                write(temporary)
+                os.replace(temporary, path)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-            self._make_room(path.parent)
+            self._look(path.parent, size)
+
+    def _look(self, folder: Path, size: int) -> None:
+        """Makes room, once so much was added that it may be needed."""
+        self._new_files, self._new_bytes = self._new_files + 1, self._new_bytes + size
+        if self._new_files * LOOKS >= self._files_max or self._new_bytes * LOOKS >= self._bytes_max:
+            self._new_files, self._new_bytes = 0, 0
+            self._make_room(folder)
 
     def _make_room(self, folder: Path) -> None:
         entries = sorted(_entries(folder))
         count, used, free = len(entries), sum(entry.bytes for entry in entries), shutil.disk_usage(folder).free
         for entry in entries:
-            if count <= self._files_max and used <= min(self._bytes_max, free):
+            if count <= self._files_max and used <= min(self._bytes_max, free // SHARE_MAX):
                 return
-            entry.path.unlink(missing_ok=True)
-            count, used, free = count - 1, used - entry.bytes, free + entry.bytes
+            with contextlib.suppress(OSError):  # another process has deleted it, or it cannot be
+                entry.path.unlink()
+                count, used, free = count - 1, used - entry.bytes, free + entry.bytes
 
 
 NO_CACHE = Cache(None)
@@ -124,5 +138,6 @@ def _entries(folder: Path) -> Iterator[CachedFile]:
     with os.scandir(folder) as files:
         for file in files:
             with contextlib.suppress(FileNotFoundError):  # another process has deleted it
-                status = file.stat()
-                yield CachedFile(status.st_mtime_ns, status.st_size, Path(file.path))
+                status = file.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield CachedFile(status.st_mtime_ns, status.st_size, Path(file.path))

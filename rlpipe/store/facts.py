@@ -43,13 +43,15 @@ class BatchFacts:
 Facts = TypeVar("Facts", PromptsFacts, BatchFacts)
 
 
-def facts_of(metrics: Mapping[str, Any], kind: type[Facts]) -> Facts:
-    """The facts among the metrics of a manifest. StoreError when one is missing or malformed."""
+def facts_of(metrics: Mapping[str, Any], kind: type[Facts], folder: str) -> Facts:
+    """The facts among the metrics of the manifest in `folder`. StoreError when one is missing or
+    malformed.
+    """
     try:
         return _adapter(kind).validate_python(metrics)
     except ValidationError as error:
         first = error.errors()[0]
-        raise StoreError(f"a manifest has no {kind.__name__}: {first['loc'][0]}: {first['msg']}") from error
+        raise StoreError(f"the manifest in {folder} has no {first['loc'][0]} as it should ({first['msg']})") from error
 
 
 @cache

@@ -90,7 +90,7 @@ class AdapterPolicy(WholePolicy):
 
     form = "an adapter"
 
-    @property
+    @cached_property
     def base(self) -> ArtifactRef:
         return parse_document(*self._document(BASE), AdapterBase).policy
 

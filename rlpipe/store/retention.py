@@ -276,8 +276,12 @@ class Retention:
             return ""
         if iteration not in self._bases:
             place = read_artifact(self._run.store, self._folder("policy", iteration))
-            base = stored_policy(self._run.store, *place).base
-            self._bases[iteration] = base.folder if base else ""
+            try:
+                base = stored_policy(self._run.store, *place).base
+                self._bases[iteration] = base.folder if base else ""
+            except StoreError as error:  # damaged: keep what it most likely needs, and prune the rest
+                log.warning("%s; the policy before it is kept", error)
+                return self._folder("policy", iteration - 1)
         return self._bases[iteration]
 
     def _folder(self, stage: str, iteration: int) -> str:

@@ -251,7 +251,7 @@ def _of_run(session: Session, iteration: int) -> StoredIteration:
     rollouts = [
         rollout for ref in shards for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
     ]
-    last = facts_of(rounds[-1].prompts.metrics, PromptsFacts)
+    last = facts_of(rounds[-1].prompts.metrics, PromptsFacts, drawn[-1].folder)
     handed = _handed_on(source, iteration)
     groups = [group for group in grouped(rollouts) if not (is_finished(group) and group[0].group_index in handed)]
     return StoredIteration(

@@ -46,7 +46,8 @@ def _other_shards(run: Run, root: str, stages: list[str]) -> Iterator[str]:
     shards = {stage: int(shard[1]) for stage in stages if (shard := SHARD.fullmatch(stage))}
     if not shards:
         return
-    drawn = facts_of(read_artifact(run.store, f"{root}/prompts/round-0")[1].metrics, PromptsFacts)
+    ref, manifest = read_artifact(run.store, f"{root}/prompts/round-0")
+    drawn = facts_of(manifest.metrics, PromptsFacts, ref.folder)
     places = shard_places(run.config.rl, drawn.num_prompts)
     for stage, index in shards.items():
         ref, _ = read_artifact(run.store, f"{root}/{stage}")
