@@ -21,9 +21,8 @@ def test_a_node_downloads_no_data_file_and_ends_with_the_same_bits(
     tmp_path: Path, s3_server: S3Server, s3_proxy: S3Proxy, prefect_api: dict[str, str], undisturbed: Undisturbed
 ) -> None:
     environment = {**s3_server.environment, "AWS_ENDPOINT_URL": s3_proxy.url, **prefect_api}
-    folder = Folder(tmp_path, s3_server.url(), environment)
-    # MLflow gets a table of each batch
-    folder.complete("a", *MINI, f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    folder = Folder(tmp_path, s3_server.url(), environment, tracked=True)  # MLflow gets a table of each batch
+    folder.complete("a", *MINI)
     requests = list(s3_proxy.requests)
     sent = {request.path for request in requests if request.method == "PUT" and request.path.endswith(".parquet")}
     downloads = Counter(request.path for request in requests if request.method == "GET")
