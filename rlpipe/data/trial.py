@@ -7,6 +7,7 @@ crash the process that reads it.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -74,15 +75,14 @@ class TokenizerTrial:
             "control_tokens": model.control_tokens,
         }
         self._pool = WorkerPool(f"the tokenizer of {folder}", "rlpipe.data.trial", hello)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             (ready,) = self._pool.start()
             self.vocab_size: int = ready["vocab_size"]
             self.knows_tools: bool = ready["knows_tools"]
             assert self.vocab_size > 0, "a tokenizer without tokens"
             self._ask({"first": FIRST}, FIRST_TIMEOUT_S)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()  # it is good: its process stays
 
     def close(self) -> None:
         self._pool.close()

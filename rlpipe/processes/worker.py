@@ -191,7 +191,7 @@ class Worker:
         if process is not None:
             try:
                 await process.end(by_itself=False)
-            except Exception:  # no thread is left that could wait for it
+            except (OSError, RuntimeError):  # no thread is left that could wait for it
                 kill(process.keeper)
 
     async def _load_and_watch(self) -> None:
