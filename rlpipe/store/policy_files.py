@@ -91,8 +91,12 @@ class AdapterPolicy(WholePolicy):
     form = "an adapter"
 
     @cached_property
-    def base(self) -> ArtifactRef:
+    def _adapted(self) -> ArtifactRef:
         return parse_document(*self._document(BASE), AdapterBase).policy
+
+    @property
+    def base(self) -> ArtifactRef:
+        return self._adapted
 
     def read(self, name: str) -> bytes:
         if name not in self.files:
