@@ -34,14 +34,15 @@ from rlpipe.engines.fleet import Host
 from rlpipe.engines.pool import EnginePool, GroupRequest
 from rlpipe.engines.sglang_client import SglangClient
 from rlpipe.engines.weights import Probe
+from rlpipe.loop.player import Hooks, PoolPlayer
 from rlpipe.processes.launch import free_port
 from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
 from rlpipe.records.prompt import Prompt
-from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, Rollout
+from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, PromptGroup, Rollout
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.services.calls import new_session
 from rlpipe.stages.generation import round_at_work
-from rlpipe.stages.rollouts import PromptGroup, ShardGroups
+from rlpipe.stages.rollouts import ShardGroups
 from rlpipe.stages.scoring import known_scores, rewarded
 from rlpipe.store.nearby import Nearby
 
@@ -151,8 +152,8 @@ async def through(ports: list[int], rollouts: int, length: int, tokenizer: ChatT
         async def shard(start: int) -> bytes:
             part = slice(start, start + SHARD)
             shard = ShardGroups(session, round_at_work(session, (0, 0)), groups[part], requests[part], VERSION)
-            answers = await pool.generate(requests[part], shard.score)
-            made = [rollout for index, group in enumerate(answers) for rollout in await shard.rollouts(index, group)]
+            played = await PoolPlayer(pool).play(requests[part], groups[part], Hooks(shard.score))
+            made = [rollout for index, group in enumerate(played) for rollout in await shard.rollouts(index, group)]
             return await asyncio.to_thread(lambda: to_parquet(to_table(made, Rollout, ROLLOUTS)))
 
         files = await asyncio.gather(*(shard(start) for start in range(0, len(groups), SHARD)))

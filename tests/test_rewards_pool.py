@@ -193,12 +193,13 @@ def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
     folder: Path, completion: str, after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_module, "FAILURES_MAX", 10**6)
+    others = {child.pid for child in psutil.Process().children(recursive=True)}  # a server of other tests
     pool = RewardPool({"behaviours:behave": 1.0}, workers=2, timeout_s=PIPELINE_S)
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(pool.score, items("at", *[completion] * 5000))
         until((folder / "at").exists)
         time.sleep(after_s)
-        workers = [child.pid for child in psutil.Process().children(recursive=True)]
+        workers = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in others]
         pool.close()
         with pytest.raises(EngineError, match="closed while there was something to score"):
             scoring.result(timeout=DEADLINE_S)

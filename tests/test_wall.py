@@ -47,7 +47,7 @@ print(len(names))
 # of every package of the core, and quick; `make test` runs the others where the extras are
 CORE = (
     "test_advantages", "test_answers", "test_config", "test_curriculum", "test_data_cursor", "test_data_sources",
-    "test_commits", "test_deltas", "test_engine_pool", "test_facts", "test_filters", "test_golden",
+    "test_deltas", "test_engine_pool", "test_facts", "test_filters", "test_golden",
     "test_losses", "test_policy_files", "test_retention", "test_rewards_pool", "test_rewards_registry",
     "test_show", "test_stages", "test_store", "test_store_run", "test_trainer_packing", "test_trainer_requests",
     "test_trainer_schedule", "test_processes_worker", "test_rollout_files",
