@@ -282,6 +282,18 @@ def test_a_function_that_goes_wrong_is_named(name: str, said: str, monkeypatch: 
     assert message.startswith(f"data.mine.source=odd_rows:{name} {said}")
 
 
+def test_a_function_whose_process_is_killed_once_while_it_loads_gives_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed_rows.py").write_text(
+        f"import os, pathlib\nseen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "if not seen.exists():\n    seen.touch()\n    os.kill(os.getpid(), 9)\n"
+        "def once():\n    yield {'prompt': 'a'}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(load_prompts(config("killed_rows:once"), 0)) == 1 and (tmp_path / "seen").exists()
+
+
 OWNER = """
 import os, sys
 from rlpipe.config.sections import DataConfig

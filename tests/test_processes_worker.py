@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.processes import worker as worker_module
+from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.worker import Losses, ProcessEnded, TooManyLost, UserCode, Worker, ask_twice
 from tests.deadlines import DEADLINE_S
 
@@ -235,3 +236,14 @@ async def test_an_error_of_this_process_reaches_all_calls_and_leaves_no_process(
             await ask(0)
         assert world.started[0].has_ended
         assert (await ask(1))["answer"] == 1 and len(world.started) == 2
+
+
+def test_a_pool_whose_loop_cannot_be_made_says_so_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> asyncio.AbstractEventLoop:
+        raise OSError(24, "Too many open files")
+
+    pool = WorkerPool("the field", "no.module", {})
+    monkeypatch.setattr(asyncio, "new_event_loop", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        pool.start()
+    pool.close()

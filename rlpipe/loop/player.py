@@ -40,6 +40,14 @@ class PlayedRollout:
     branches: list[Branch] = field(default_factory=list)
 
 
+class PlayFault(Exception):
+    """Raised when an environment or an agent failed its rollout; `reason`: why, in the outcome."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 OnPlayed = Callable[[int, list[PlayedRollout]], Awaitable[None]]
 
 

@@ -12,6 +12,7 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.extras.agents.endpoint import AgentEndpoint
 from rlpipe.extras.agents.rollout import AgentRollout
 from rlpipe.extras.agents.worker import AgentAnswer, AgentEnd, AgentFailure, AgentHello, AgentRequest
+from rlpipe.loop.player import PlayFault
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.processes.worker import Losses, ProcessEnded, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
@@ -20,15 +21,11 @@ log = logging.getLogger(__name__)
 MODULE = "rlpipe.extras.agents.worker"
 
 
-class AgentFault(Exception):
+class AgentFault(PlayFault):
     """Raised when an agent failed its rollout.
 
     Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent.
     """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Agents:
         self._rl = rl
         self._endpoint = AgentEndpoint(tokenizer)
         self._starting: asyncio.Task[None] | None = None
-        code = UserCode(_field(rl), MODULE, _hello(rl), code_environment(rl.secrets))
+        code = UserCode(rl.world, MODULE, _hello(rl), code_environment(rl.secrets))
         self._workers = [Worker(code, Losses()) for _ in range(rl.agents_max)]
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         for worker in self._workers:
@@ -100,12 +97,8 @@ class Agents:
 
 def check_agent(rl: RlConfig) -> None:
     """UserError when the agent cannot be loaded. It is imported in a process of its own."""
-    with closing(WorkerPool(_field(rl), MODULE, _hello(rl), environment=code_environment(rl.secrets))) as trial:
+    with closing(WorkerPool(rl.world, MODULE, _hello(rl), environment=code_environment(rl.secrets))) as trial:
         trial.start()
-
-
-def _field(rl: RlConfig) -> str:
-    return f"rl.agent={rl.agent!r}"
 
 
 def _hello(rl: RlConfig) -> AgentHello:

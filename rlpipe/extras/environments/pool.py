@@ -19,6 +19,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.extras.environments.protocol import Message, Step
 from rlpipe.extras.environments.wire import Answer, EnvironmentHello, History, PlayRequest
+from rlpipe.loop.player import PlayFault
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.processes.worker import Losses, ProcessEnded, TooManyLost, UserCode, Worker, ask_twice
 from rlpipe.records.prompt import RewardPrompt
@@ -30,15 +31,11 @@ GRACE_S = 1.0  # the process itself ends a call that takes too long; it is given
 NAMED = {"calculator": "rlpipe.extras.environments.calculator:Calculator"}
 
 
-class EnvironmentFault(Exception):
+class EnvironmentFault(PlayFault):
     """Raised when an environment ends its rollout with a fault.
 
     Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid.
     """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class EnvironmentPool:
@@ -125,8 +122,8 @@ class RemoteEnvironment:
             if "reason" in answer:
                 raise EnvironmentFault(answer["reason"], answer["message"])
         except EnvironmentFault as fault:
-            is_whole = self._left_s < self._pool.timeout_s and completion is not None
-            if fault.reason == "environment_timeout" and is_whole:
+            is_of_all = self._left_s < self._pool.timeout_s and completion is not None
+            if fault.reason == "environment_timeout" and is_of_all:
                 message = f"its steps took more than rl.environment_total_s={self._pool.total_s:g}"
                 raise EnvironmentFault("environment_total_timeout", message) from fault
             raise
