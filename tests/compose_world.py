@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from tests.deadlines import DEADLINE_S, until
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 POSTGRES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path("/usr/lib/postgresql/bin"))
 OUTSIDE = "10.9.9.1"  # where a service reaches another; beside it, 127.0.0.1 is a container's own

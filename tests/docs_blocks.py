@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.paths import ROOT
+
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-# page -> how a block begins -> why test_e2e_docs.py does not run it
+# page -> how a block begins -> why e2e/test_docs.py does not run it
 NOT_HERE: dict[str, dict[str, str]] = {
     "README.md": {
         "make demo": (
-            "minutes of training: test_learning.py trains the same preset to its end; "
+            "minutes of training: report/test_learning.py trains the same preset to its end; "
             "`make test` is a quarter of an hour of tests"
         ),
     },
@@ -41,7 +41,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
     },
     "docs/cluster.md": dict.fromkeys(
         ("install -m 600", "for kind in", "docker", "scripts/install.sh", "(scrontab", "PATH=", "RLPIPE_ADDRESS="),
-        "test_docs_cluster.py holds each command of the page to a test, or to why it cannot run here",
+        "project/test_docs_cluster.py holds each command of the page to a test, or to why it cannot run here",
     ),
     "docs/engines.md": {
         ".venv/bin/rlpipe run tiny --run on-sglang": (
@@ -49,51 +49,51 @@ NOT_HERE: dict[str, dict[str, str]] = {
         )
     },
     "docs/gpu.md": {
-        ".venv/bin/python scripts/gpu_smoke.py": "ten minutes on a GPU: test_gpu_first.py runs parts of it on a CPU"
+        ".venv/bin/python scripts/gpu_smoke.py": "ten minutes on a GPU: project/test_gpu_first.py runs parts of it"
     },
     "docs/models.md": {
-        "make smollm2": "minutes with a real model: test_e2e_smollm2.py runs the same preset, shortened",
-        ".venv/bin/python speak.py": "asks what the block above trained: test_e2e_smollm2.py does it with its own run",
-        ".venv/bin/python -m pip": "the user's own GGUF file: test_gguf.py and test_e2e_smollm2.py import real ones",
+        "make smollm2": "minutes with a real model: e2e/test_smollm2.py runs the same preset, shortened",
+        ".venv/bin/python speak.py": "asks what the block above trained: e2e/test_smollm2.py does it with its own run",
+        ".venv/bin/python -m pip": "the user's own GGUF file: test_gguf.py and e2e/test_smollm2.py import real ones",
     },
     "docs/nights.md": {
         ".venv/bin/rlpipe automations": (
-            "a notification block of the user's own: test_e2e_nights.py applies them with one"
+            "a notification block of the user's own: e2e/test_nights.py applies them with one"
         )
     },
     "docs/lora.md": {
         ".venv/bin/python benchmarks/lora.py": (
-            "an hour of training: test_e2e_lora.py trains and kills both kinds, shortened"
+            "an hour of training: e2e/test_lora.py trains and kills both kinds, shortened"
         )
     },
     "docs/overlap.md": {
-        ".venv/bin/rlpipe run tiny": "minutes of training: test_e2e_overlap.py runs the same, shortened, and kills it"
+        ".venv/bin/rlpipe run tiny": "minutes of training: e2e/test_overlap.py runs the same, shortened, and kills it"
     },
     "docs/runs.md": {
         "export AWS_ACCESS_KEY_ID": (
-            "a bucket of the user's own: test_e2e_learning.py trains the same preset, half as long, on a store on S3"
+            "a bucket of the user's own: e2e/test_learning.py trains the same preset, half as long, on a store on S3"
         ),
     },
     "docs/store.md": {
         ".venv/bin/python benchmarks/deltas.py": (
-            "minutes of training a real model: test_deltas_trainer.py trains fifty steps of a small one"
+            "minutes of training a real model: store/test_deltas_trainer.py trains fifty steps of a small one"
         )
     },
     "docs/tracking.md": {
-        ".venv/bin/mlflow ui": "a server that stays up: test_e2e_mlflow.py starts one and looks at its pages"
+        ".venv/bin/mlflow ui": "a server that stays up: e2e/test_mlflow.py starts one and looks at its pages"
     },
     "docs/view.md": {
-        ".venv/bin/rlpipe view": "a server that stays up: test_e2e_view.py starts one and looks at its pages"
+        ".venv/bin/rlpipe view": "a server that stays up: e2e/test_view.py starts one and looks at its pages"
     },
     "docs/why.md": {
         f".venv/bin/python benchmarks/{name}.py": (
-            "many minutes of training: test_why.py plants the same in runs that are simulated"
+            "many minutes of training: extras/why/test_why.py plants the same in runs that are simulated"
         )
         for name in ("why", "why_causes")
     },
     "docs/services.md": {
         "export RLPIPE_SERVICE_KEY": (
-            "the address of another machine: test_e2e_services.py and test_e2e_topology.py start hosts"
+            "the address of another machine: e2e/test_services.py and e2e/test_topology.py start hosts"
         )
     },
 }

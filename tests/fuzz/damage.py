@@ -19,9 +19,9 @@ from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import SEAL, sealed
 from rlpipe.store.run import create_or_continue, fork, open_existing
+from tests.report.test_show import commit_rows
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
-from tests.test_show import commit_rows
-from tests.test_store_run import commit_sft, commit_stage, record_of, tiny
+from tests.store.test_run import commit_sft, commit_stage, record_of, tiny
 
 METRICS: dict[str, float] = {
     "rollout/reward_mean": 0.5, "rollout/pass_rate": 0.5, "rollout/groups_kept": 4, "rollout/length_tokens_mean": 7.0,

@@ -24,8 +24,8 @@ from rlpipe.data.trial import TokenizerTrial
 from rlpipe.records.prompt import Prompt
 from rlpipe.stages.model_source import model_folder
 from tests.engine_fixtures import tiny_model
+from tests.paths import PRESETS
 
-PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 WEIGHTS, SECRET = "model.safetensors", "../secret"
 RAW: dict[str, bytes] = {
     "empty": b"", "cut": b'{"model_type": "qw', "a list": b"[]", "null": b"null",

@@ -15,8 +15,8 @@ from rlpipe.config.fields import config_fields
 from rlpipe.config.pipeline import stored_tree
 from rlpipe.config.source import check, read_config
 from rlpipe.store.backend import open_store
+from tests.paths import PRESETS
 
-PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 ODD = [
     "nan", "inf", "-inf", "-1", "0", "1e300", "1e-300", str(10**21), "''", "'text'", "true",
     "[]", "[[]]", "{}", "[nan]", "{a = nan}",

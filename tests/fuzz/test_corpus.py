@@ -47,9 +47,9 @@ from tests.fuzz import cases, models, timed
 from tests.fuzz.bodies import Body, bodies
 from tests.fuzz.damage import Damage, contents, damaged, damages, make_store, readers
 from tests.fuzz.timed import LINE_CHARS_MAX, case, refused
+from tests.paths import PRESETS
 
 pytestmark = pytest.mark.e2e
-PRESETS = Path(__file__).parent.parent.parent / "flows" / "presets"
 EVERY = 8  # of the damages one is done in `make test-all`: all take minutes on a busy machine
 
 

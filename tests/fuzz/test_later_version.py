@@ -24,8 +24,8 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL, LaterVersion, parse_document
 from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ForkRecord, StartRecord, record_start
+from tests.extras.view.test_view import whole_store
 from tests.fuzz.test_view_types import reseal
-from tests.test_view import whole_store
 
 NEEDS = "newer rlpipe"
 LATER: dict[str, Callable[[JsonDict], Any]] = {

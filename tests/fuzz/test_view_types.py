@@ -21,7 +21,7 @@ from rlpipe.base.hashing import canonical_json, sha256_of
 from rlpipe.extras.view.server import view_app
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL
-from tests.test_view import whole_store
+from tests.extras.view.test_view import whole_store
 
 WRONG: dict[str, Any] = {
     "text": lambda n: pa.array(["x"] * n),
