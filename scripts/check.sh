@@ -42,11 +42,12 @@ compile() { .venv/bin/python -m compileall -q rlpipe flows tasks tests; }
 # the files with a test that has one of these marks: to import all others takes each process of pytest ten seconds
 having() { grep -rlE "mark\.($1)\b" tests --include='test_*.py' | sort; }
 
+# unit DISTRIBUTION MARKS [FILE...]: loadfile has fewer servers and trainers, worksteal parts files of a few minutes
 unit() {
     local late_s
     # what hangs where no signal is heard, in C, is ended after pytest-timeout had its time; the other processes take over the rest
     late_s=$(.venv/bin/python -c "from tests.deadlines import DEADLINE_S; print(4 * DEADLINE_S)")
-    .venv/bin/python -m pytest -q -n 4 --dist worksteal -o "faulthandler_timeout=$late_s" -o faulthandler_exit_on_timeout=true -m "$@"
+    .venv/bin/python -m pytest -q -n 4 --dist "$1" --durations 20 -o "faulthandler_timeout=$late_s" -o faulthandler_exit_on_timeout=true -m "${@:2}"
 }
 
 pipelines() { .venv/bin/python -m pytest -v -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$@"; }
@@ -56,7 +57,7 @@ if [ "${1:-}" = rest ]; then
     compile
     mapfile -t slow < <(having slow)
     mapfile -t others < <(having "e2e|contract")
-    part "slow unit tests" unit "slow and not ($whole) and $in_ci" "${slow[@]}"
+    part "slow unit tests" unit worksteal "slow and not ($whole) and $in_ci" "${slow[@]}"
     part "end-to-end tests" pipelines "($whole) and not first and $in_ci" "${others[@]}"
     ended
 fi
@@ -67,6 +68,6 @@ part types .venv/bin/pyright
 [ ${#failed[@]} -eq 0 ] || ended
 compile
 mapfile -t first < <(having first)
-part "unit tests" unit "not slow and not ($whole) and $in_ci"
+part "unit tests" unit loadfile "not slow and not ($whole) and $in_ci"
 part pipelines pipelines "first and $in_ci" "${first[@]}"
 ended

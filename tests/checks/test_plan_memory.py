@@ -162,6 +162,7 @@ def test_the_lines_of_a_plan_add_up() -> None:
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
 
 
+@pytest.mark.slow
 def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
     """A row of it, and that all are there; `scripts/fits_table.py --write` makes it."""
     head, _, *rows = in_page()

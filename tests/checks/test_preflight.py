@@ -66,6 +66,7 @@ def tiny(folder: Path, *sets: str) -> PipelineConfig:
     return read_config("tiny", ["run=a", f"store=file://{folder}/store", *SMALL, *sets], PRESETS)
 
 
+@pytest.mark.slow
 def test_what_fits_passes_and_writes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         preflight(tiny(folder))
@@ -78,6 +79,7 @@ def test_what_fits_passes_and_writes_nothing(folder: Path, caplog: pytest.LogCap
     assert not (folder / "store").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "error"),
     [
@@ -105,6 +107,7 @@ def test_rewards_are_not_tried_where_rollouts_would_have_to_be_made_up(folder: P
     preflight(tiny(folder, *SUMS, *environment))  # an environment's facts are missing
 
 
+@pytest.mark.slow
 def test_without_rl_rewards_are_tried_on_what_is_evaluated(folder: Path) -> None:
     with pytest.raises(UserError, match=r"rl\.rewards cannot score the rows of data\.words \(evaluation\)"):
         preflight(tiny(folder, *SUMS, "rl.num_iterations=0"))
@@ -118,6 +121,7 @@ def test_a_reward_that_reads_what_sft_teaches_is_tried_on_it(folder: Path) -> No
         preflight(tiny(folder, *SUMS, 'rl.rewards={"trial_graders:reads_json" = 1.0}'))
 
 
+@pytest.mark.slow
 def test_rewards_are_tried_on_what_is_left_of_a_completion_once_it_was_tokens(folder: Path) -> None:
     def shown(template: str, reward: str) -> PipelineConfig:
         sets = [f"data.{name}.completion_template={template}" for name in ("short_words", "all_words")]
@@ -143,6 +147,7 @@ def test_a_filter_that_reads_what_an_environment_said_is_not_tried(folder: Path)
     )
 
 
+@pytest.mark.slow
 def test_what_is_committed_is_not_looked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ["data.short_words.source=gone.jsonl", "model.path=/nowhere/gone"]
     with pytest.raises(UserError) as refused:
@@ -177,6 +182,7 @@ def test_every_fault_is_named_at_once(folder: Path) -> None:
     assert str(refused.value).splitlines() == findings.faults
 
 
+@pytest.mark.slow
 def test_a_random_model_without_sft_is_warned_about(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         preflight(tiny(folder, "sft.num_steps=0"))
@@ -194,6 +200,7 @@ def plan(folder: Path) -> Callable[..., tuple[int, str]]:
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_read(plan: Callable[..., tuple[int, str]], folder: Path) -> None:
     code, output = plan("tiny", *SMALL, *SUMS, "rl.rewards={exact = 1.0}")
     assert code == 0, output
@@ -211,6 +218,7 @@ def test_a_plan_says_what_it_read(plan: Callable[..., tuple[int, str]], folder: 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried_model")
 def test_a_plan_names_faults_and_warnings(plan: Callable[..., tuple[int, str]]) -> None:
     code, output = plan("tiny", *SMALL, *SUMS, "sft.num_steps=0", "rl.filters={nope = 1.0}")
@@ -235,6 +243,7 @@ def test_a_plan_of_what_is_not_here_is_printed_with_its_faults(
 FRACTIONS = [f"data.{name}.heldout_fraction=0.4" for name in ("words", "short_words", "all_words")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried_model")
 def test_prompts_of_the_evaluation_that_are_trained_on_are_counted(folder: Path) -> None:
     assert look_at(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS)).warnings == []

@@ -68,6 +68,7 @@ async def test_prompts_are_dropped_before_the_cursor_draws(folder: Path) -> None
     assert (await sample_prompts(again, iteration=0, round_index=0, before=None)).cached
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_is_too_long_fails_and_the_advice_is_possible(folder: Path) -> None:
     with pytest.raises(UserError, match=r"data\.words\.on_too_long = 'drop'.*rlpipe fork RUN --at sft") as refused:
         await sample_prompts(session_of(folder), iteration=0, round_index=0, before=None)
@@ -92,6 +93,7 @@ async def test_conversations_are_truncated_dropped_or_refused(folder: Path) -> N
         await prepare_sft_data(session_of(folder, "run=d", "data.all_words.on_too_long=fail"), tokenizer=TOKENIZER)
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_said_before_a_run_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.checks.content.Content.memory", lambda _: "")
     findings = look_at(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail"))

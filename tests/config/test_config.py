@@ -187,6 +187,7 @@ def test_every_field_has_a_description() -> None:
             for name in fields(section.annotation)] == []  # fmt: skip
 
 
+@pytest.mark.slow
 def test_config_types_and_commands_import_nothing_heavy_and_the_flow_process_no_torch() -> None:
     program = (
         "import sys; import rlpipe.config.pipeline, rlpipe.config.source, rlpipe.base.manifests\n"

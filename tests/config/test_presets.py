@@ -71,6 +71,7 @@ def test_presets_of_real_models_keep_few_policies_and_states(name: str) -> None:
     assert not config.model.path or (0 < kept.keep_policies_last <= 3 and 0 < kept.keep_states <= 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if generated(name)])
 def test_generated_data_fits_the_preset(name: str, tmp_path: Path) -> None:
     config = small(name)

@@ -262,6 +262,7 @@ def test_a_function_in_its_process_gives_the_rows_that_it_gave_in_ours(monkeypat
     assert load_conversations(conversation, 0)[0].messages[1]["content"] == "(1, 2)"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(
     ("name", "said"),
@@ -345,6 +346,7 @@ def others_at_work() -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [nullcontext, others_at_work])
 @pytest.mark.parametrize("where", [in_main, in_thread])
 def test_an_import_that_waits_is_given_up_with_its_name_and_line(
@@ -366,6 +368,7 @@ def test_an_import_that_waits_is_given_up_with_its_name_and_line(
 BUSY = "import time\nends = time.monotonic() + 1\nwhile time.monotonic() < ends: pass\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -91,6 +91,7 @@ UNBOUNDED = {  # with a text that has few tokens, however long it is
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=40)
 @given(text=TEXTS)

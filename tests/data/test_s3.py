@@ -60,6 +60,7 @@ def test_files_and_folders_on_s3_are_those_of_a_disk(s3_server: S3Server, tmp_pa
     assert len(load_prompts(config(f"{store.url}/part", rows_max=3), seed=0)) == 3
 
 
+@pytest.mark.slow
 def test_of_a_large_file_on_s3_what_is_asked_for_is_read(s3_server: S3Server, s3_proxy: S3Proxy) -> None:
     store, filler = open_store(s3_server.url()), random.Random(0).randbytes(PART_BYTES).hex()
     rows = [{"prompt": f"{number}", "answer": "1", "filler": filler} for number in range(4)]

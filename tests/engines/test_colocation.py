@@ -367,6 +367,7 @@ async def test_an_engine_that_was_woken_samples_nothing_before_it_has_weights(ki
         assert kind == "vllm" or paths[1] == "/server_info", "what a hung scheduler does not answer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CALLS, "local"])
 async def test_the_time_to_load_follows_the_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, num_bytes in (("model-00001-of-00002", 200e9), ("model-00002-of-00002", 270e9)):

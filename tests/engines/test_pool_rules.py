@@ -276,6 +276,7 @@ async def test_a_joining_host_that_refuses_harms_nobody_and_is_asked_again() -> 
     assert names(await pending) == {"a"} and refusing.served == [1] and refusing.refuses == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_found_soon")
 @pytest.mark.parametrize(
     "fault", [OSError("the store is away"), StoreError("damaged"), EngineError("no host answered")]

@@ -64,6 +64,7 @@ async def answer(server: Server) -> tuple[list[int], list[float]]:
     return sampled(await server.generate(PROMPT, params))
 
 
+@pytest.mark.slow
 async def test_the_memory_really_goes_and_the_same_bits_come_back(server: Server, model: Path) -> None:
     weights = (model / "model.safetensors").stat().st_size
     first, checksum = await answer(server), await server.call("/weights_checker")

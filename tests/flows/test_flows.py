@@ -43,6 +43,7 @@ from tests.paths import ROOT
 TINY = read_config("tiny", [], ROOT / "flows" / "presets")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/api", "nonsense", "http://127.0.0.1:1", "ftp://127.0.0.1/api"])
 def test_automations_without_a_server_that_answers_end_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "FIRST_S", 0.1)
@@ -108,6 +109,7 @@ def test_a_users_error_is_told_how_the_run_can_have_other_settings(tmp_path: Pat
     assert with_advice(advised, config) is advised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", [post_train, sft, rl])
 async def test_every_phase_looks_at_all_of_a_run_before_it_begins(flow: Any, tmp_path: Path) -> None:
     small = {f"data.{name}.rows_max": 40 for name in ("short_words", "all_words", "words")}

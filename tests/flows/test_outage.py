@@ -48,6 +48,7 @@ async def ask() -> tuple[object, ...]:
     return len(page) >= 0, made.key, made.data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_fault_that_passes_changes_no_answer(
     fault: str, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch

@@ -212,6 +212,7 @@ cli.app()
 """  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
 def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard(
     signals: list[str], tmp_path: Path
@@ -234,6 +235,7 @@ def test_a_signal_ends_a_command_that_nobody_answers_and_only_the_first_is_heard
     assert rest.removeprefix("ends\n") == f"gave back\n{said}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_a_command_whose_event_loop_stands_still(name: str, tmp_path: Path) -> None:
     """Only the loop heard it, and whoever pressed Ctrl-C could do nothing but kill."""

@@ -156,6 +156,7 @@ def test_a_file_with_a_wrong_column_is_named_by_every_page_that_reads_it(
     assert [fault for root, label, named in stores for fault in faults_of(root, paths, label, named)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "name"), [("base/evaluation", "h_greedy"), ("rl/00001/batch/round-0", "dropped")])
 @pytest.mark.parametrize("value", ["x", [], [[1]], 10**400, {"x": 1}, {"1": 1}, None])
 def test_a_metric_that_is_none_is_named_by_its_manifest(

@@ -349,6 +349,7 @@ def test_an_engine_with_the_merge_gives_the_trainer_s_logprobs(trainer: Trainer,
     assert max(abs(own - logprob) for own, logprob in zip(other, probe["logprobs"], strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_what_is_loaded_again_is_what_was_saved(trainer: Trainer, kind: str) -> None:
     store, ref = trainer.gang.store, base(trainer)
@@ -375,6 +376,7 @@ def files_of(trainer: Trainer, ref: ArtifactRef) -> list[Any]:
     return read_manifest(trainer.gang.store, ref.folder, ref.sha256).files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_sft", [False, True])
 def test_the_reference_is_the_resident_policy_with_another_adapter(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, after_sft: bool

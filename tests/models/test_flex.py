@@ -100,6 +100,7 @@ def passes(policy: PolicyModel, batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 # plain, windows, windows of some layers, chunks of some layers, capped scores
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "llama4_text", "gemma2"])
 @pytest.mark.parametrize("rows", [packed, shared])
 def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: str, rows: Callable[[], Placed]) -> None:
@@ -366,6 +367,7 @@ def test_a_gradient_that_fails_all_the_same_ends_the_load(tmp_path: Path, monkey
         world.run(Trainer(world.solo_gang(tmp_path)), "load", world.load_new())
 
 
+@pytest.mark.slow
 def test_flex_whose_gradient_is_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gang, policy = world.solo_gang(tmp_path), small_policy("qwen3")
     distances: list[float] = []

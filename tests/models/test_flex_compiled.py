@@ -47,6 +47,7 @@ def test_inductor_makes_a_kernel_of_it() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_kernel_is_made_and_found_in_any_thread() -> None:
     """Activations are recomputed in autograd's threads; a scale is part of a kernel there too, and
     torch's own settings stay."""

@@ -231,6 +231,7 @@ def test_the_load_of_experts_is_that_of_transformers_own_router(trainer: Trainer
     assert not [name for name in plain if "expert" in name or "router" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "cohere2"])
 def test_the_loss_of_sft_is_transformers_own(trainer: Trainer, tmp_path: Path, family: str) -> None:
     store = trainer.gang.store

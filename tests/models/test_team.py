@@ -77,6 +77,7 @@ def weights_of(policy: PolicyModel, other: PolicyModel) -> PolicyModel:
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [single, packed, shared])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_whole_rows(family: str, rows: Callable[[], Placed]) -> None:
@@ -93,6 +94,7 @@ def test_logprobs_and_gradients_are_those_of_whole_rows(family: str, rows: Calla
         assert float((summed - gradient).norm() / gradient.norm()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "family", ["qwen2", "gpt_oss"]
@@ -112,6 +114,7 @@ def test_flex_attention_of_shared_rows_too(family: str) -> None:
         torch.testing.assert_close(logprobs_N, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_rank_holds_its_share_of_what_a_long_row_takes(recomputed: bool) -> None:
     """Bytes at the most, of the forward and backward pass over one row."""

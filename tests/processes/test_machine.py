@@ -204,6 +204,7 @@ def test_what_runs_elsewhere_is_not_asked_of_this_machine(devices: Path) -> None
     assert elsewhere.trainer() == elsewhere.engines() == ""
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_and_a_plan_warns(devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Content, "tokenizer", lambda _: "")
     monkeypatch.setattr(Content, "memory", lambda _: "")

@@ -126,6 +126,7 @@ def test_what_is_little_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]) -> 
     assert sorted(capfd.readouterr().err.split("\n")) == ["", "last words", "to stdout"]
 
 
+@pytest.mark.slow
 def test_what_code_writes_into_the_pipe_of_its_answers_costs_its_own_rollout() -> None:
     kinds = ("raw", "half", "list", "deep", "other", "endless")
     with RewardPool({"printing:reward": 1.0}, workers=1, timeout_s=DEADLINE_S) as pool:

@@ -31,6 +31,7 @@ def test_the_first_ten_minutes_go_through_on_a_cpu(tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-1] == gpu_first.Outcome(**outcomes["apart"]).line
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_is_a_line_and_stops_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def test_gpus_that_are_not_there_are_refused_in_one_line() -> None:
     assert line.startswith(f"gpu_smoke: --gpus 64: this machine has {torch.cuda.device_count()} GPUs")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_shape_is_not_measured_without_a_gpu() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "trainer.py"), "--shape", "qwen3-0.6b"]

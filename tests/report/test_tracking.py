@@ -76,6 +76,7 @@ def statuses(tmp_path: Path) -> dict[str, str]:
     return {phase: entity.info.status for phase, entity in mlflow_runs(tmp_path).items()}
 
 
+@pytest.mark.slow
 def test_a_resume_sends_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
     first = tracker(tmp_path)
     for committed in (0, 1, 3):
@@ -89,6 +90,7 @@ def test_a_resume_sends_what_is_missing_and_nothing_twice(tmp_path: Path) -> Non
     assert [step for step, _ in history(tmp_path, "rl", "rollout/reward_mean")] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_process_that_died_between_two_sends_leaves_each_point_once(tmp_path: Path) -> None:
     """The evaluation before RL, one iteration, and then any of the ways to die: the
     tag is behind what MLflow has."""
@@ -112,6 +114,7 @@ def test_a_process_that_died_between_two_sends_leaves_each_point_once(tmp_path: 
     assert history(tmp_path, "post-train", "train/loss") == []
 
 
+@pytest.mark.slow
 def test_every_run_has_all_parameters_and_says_where_it_comes_from(tmp_path: Path) -> None:
     parent = run_of(tmp_path)
     long = "[" + ", ".join(f"'{word:04d}'" for word in range(2000)) + "]"
@@ -150,6 +153,7 @@ def test_params_that_a_dead_process_did_not_send_are_sent_later(tmp_path: Path) 
     assert set(mlflow_runs(tmp_path)["post-train"].data.params) == set(identity(run.config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "status"),
     [(UserError("no data"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (asyncio.CancelledError(), "KILLED")],
@@ -201,6 +205,7 @@ def test_a_run_that_a_budget_stopped_is_finished_and_says_why_until_it_goes_on(t
     assert "rlpipe.stopped" not in mlflow_runs(tmp_path)["post-train"].data.tags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "status", "phase"),
     [(RunWaits("approval.rl"), "SCHEDULED", "FINISHED"), (OSError("disk"), "FAILED", "FAILED")],
@@ -219,6 +224,7 @@ async def test_the_session_sees_how_the_run_ends(
     assert statuses(tmp_path) == {"post-train": status, "sft": phase}
 
 
+@pytest.mark.slow
 def test_a_project_has_one_registered_model_with_each_policy_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +256,7 @@ def test_a_project_has_one_registered_model_with_each_policy_once(
     )
 
 
+@pytest.mark.slow
 def test_data_sets_are_entities_with_digests_and_asked_for_once(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}")
@@ -283,6 +290,7 @@ def test_data_sets_are_entities_with_digests_and_asked_for_once(tmp_path: Path) 
     assert len(history(tmp_path, "rl", "rollout/reward_mean")) == 1  # what could not be read costs nothing else
 
 
+@pytest.mark.slow
 def test_the_rollouts_of_an_iteration_are_one_table_however_often_they_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_path_takes_its_arguments_and_the_facts() -> None:
     assert resolve("argued:both", {"scale": 2.0})(PROMPT, "abc", rollout=facts(7)) == 14.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(
     ("rewards", "args", "said"),

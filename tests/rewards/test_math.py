@@ -46,6 +46,7 @@ def test_math_is_right_on_all_pairs_but_those_that_the_docs_list() -> None:
     assert not [row for row in found if row[4] and not row[2] and not row[3]], "a reward for what nobody thinks right"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("name", "thinking"), [("math", ""), ("deepscaler", "<think>hm</think>")])
 def test_no_wrong_answer_to_what_is_easily_read_in_part(name: str, thinking: str) -> None:
@@ -67,6 +68,7 @@ def test_no_wrong_answer_to_what_is_easily_read_in_part(name: str, thinking: str
     )
 
 
+@pytest.mark.slow
 def test_of_the_held_out_pairs_no_wrong_answer_is_right() -> None:
     given = {pair: verdict(resolve("math"), pair[1], pair[2]) for pair in pairs(HELD_OUT)}
     assert len(given) >= 570 and sum(not pair[3] for pair in given) >= 260

@@ -138,6 +138,7 @@ def test_a_rollout_of_several_turns_is_a_conversation(folder: Path) -> None:
     assert scores[0].reward != scores[1].reward
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_weights_that_are_not_the_models_are_named(folder: Path, tmp_path: Path)
     worker.check_reward_model(other_head.removeprefix("hf:"))
 
 
+@pytest.mark.slow
 def test_they_are_named_before_a_run_begins_and_where_it_scores(folder: Path, tmp_path: Path) -> None:
     change, said = WRONG["a tensor less"]
     name = changed(folder, tmp_path / "m", change)
@@ -221,6 +223,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path, folder: Path) -> Non
         check_rewards({f"hf:{headless}": 1.0}, {}, 10.0)
 
 
+@pytest.mark.slow
 def test_a_folder_and_an_output_are_checked_without_loading(folder: Path) -> None:
     check_rewards({f"hf:{folder}": 1.0}, {}, 10.0)
     with pytest.raises(UserError, match=r"output=2: the model .* has the outputs 0 to 1"):

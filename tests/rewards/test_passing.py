@@ -83,6 +83,7 @@ def test_what_trial_rollouts_get_is_known_where_it_can_be() -> None:
     assert check_rewards({"exact": 0.5, "remote": 0.5}, {"remote": {"url": "http://127.0.0.1:9"}}, 10.0, rows) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried_model")
 def test_a_plan_says_at_what_a_rollout_passes_and_that_none_can() -> None:
     small = ["data.words.rows_max=8", "rl.rewards={exact = 0.5}"]

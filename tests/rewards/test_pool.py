@@ -111,6 +111,7 @@ def test_reward_is_the_weighted_sum_of_the_parts(pool: RewardPool) -> None:
     assert pool.score([]) == []
 
 
+@pytest.mark.slow
 def test_every_misbehaviour_has_its_reason_and_harms_no_other(hasty: RewardPool) -> None:
     bad = {
         "raise": "reward_error", "sleep": "reward_timeout", "spin": "reward_timeout",
@@ -152,6 +153,7 @@ def test_large_prompts_do_not_block_behind_a_stuck_rollout(folder: Path) -> None
     assert {score.reward for score in scores[1:]} == {200_000.0}
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "FAILURES_MAX", 3)
     with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=PIPELINE_S) as pool:
@@ -187,6 +189,7 @@ def test_threads_take_turns(pool: RewardPool) -> None:
 
 
 # while a rollout is scored, and while a process takes over
+@pytest.mark.slow
 @pytest.mark.parametrize("completion", ["spin", "kill"])
 @pytest.mark.parametrize("after_s", [0.1, 0.4])
 def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
@@ -300,6 +303,7 @@ def test_killing_the_owner_leaves_no_worker(folder: Path, monkeypatch: pytest.Mo
     until_gone(worker)
 
 
+@pytest.mark.slow
 def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
     check_rewards({"math": 1.0, "behaviours:half": 0.5}, {}, 10.0)
     assert "behaviours" not in sys.modules

@@ -64,6 +64,7 @@ def test_the_hostile_answers_would_run(tmp_path: Path) -> None:
     assert mark.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVALUATED)
 def test_an_answer_within_the_grammar_reaches_the_verifier(name: str) -> None:
     dataset = reasoning_gym.create_dataset(name, size=40, seed=5)

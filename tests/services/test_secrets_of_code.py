@@ -120,6 +120,7 @@ def test_what_code_gets_of_an_environment() -> None:
         check_agent(RlConfig(agent="spy:agent", pass_environment=["NOT_SET"]))
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize("agent", ["python spy.py", "spy:agent"])
 async def test_an_agent_that_prints_all_environments_shows_no_secret(agent: str, tmp_path: Path) -> None:

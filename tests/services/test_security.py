@@ -148,6 +148,7 @@ except RuntimeError:
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_artifacts_are_read_without_unpickling(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", READ_ALL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S

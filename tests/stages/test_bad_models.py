@@ -50,6 +50,7 @@ def with_model(folder: Path, *sets: str) -> PipelineConfig:
     return read_config("tiny", [*base, "model.context_tokens_max=200", "rl.completion_tokens_max=20", *sets], PRESETS)
 
 
+@pytest.mark.slow
 def test_faults_of_the_model_its_tokenizer_and_the_prompts_are_said_at_once(folder: Path) -> None:
     preflight(with_model(folder, "model.context_tokens_max=512"))
     with pytest.raises(UserError, match=r"data set words: prompt words/7 has \d+ tokens; .*a larger context"):

@@ -252,6 +252,7 @@ async def sampled(session: Session) -> tuple[ArtifactRef, list[ArtifactRef]]:
     return prompts, [(await generate(session, shard=shard, **part)).ref for shard in range(num_shards)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answers", "num_beside"), [("forks", 2), ("goes on", 1)])
 async def test_what_is_trained_is_every_reply_once(folder: Path, answers: str, num_beside: int) -> None:
     session = forking_session(folder, "store", answers=answers)
@@ -284,6 +285,7 @@ async def test_what_is_trained_is_every_reply_once(folder: Path, answers: str, n
     await session.close()
 
 
+@pytest.mark.slow
 async def test_the_default_keeps_what_it_kept_and_trains_the_last_alone(folder: Path) -> None:
     refs = {}
     for branches in ("last", "all"):

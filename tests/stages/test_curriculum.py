@@ -163,6 +163,7 @@ def drawn_of(world: World, told: list[JsonDict]) -> list[tuple[list[str], JsonDi
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("curriculum", "seed"), [("band", 0), ("weight", 1)])
 async def test_a_run_that_crashes_draws_and_learns_what_an_undisturbed_one_does(
     tmp_path: Path, curriculum: str, seed: int

@@ -158,6 +158,7 @@ def check_rollout(row: JsonDict) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "crashes"), [(0, 0.0), (1, 0.0), (2, 0.3), (3, 0.3)])
 async def test_a_rollout_that_is_cut_short_goes_on_as_if_it_had_not_been(
     tmp_path: Path, seed: int, crashes: float

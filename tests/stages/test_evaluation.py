@@ -118,6 +118,7 @@ def test_own_settings_are_named_and_rl_s_settings_do_not_matter_then(tmp_path: P
     assert generate.settings(config(tmp_path, *OWN)) == generate.settings(config(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried_model")
 def test_prompts_need_room_for_the_evaluation_s_own_length(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"leaves no room for a prompt beside evaluation\.completion_tokens_max=128"):
@@ -128,6 +129,7 @@ def test_prompts_need_room_for_the_evaluation_s_own_length(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried_model")
 def test_own_rewards_are_tried_on_the_evaluation_sets_alone(tmp_path: Path) -> None:
     findings = look_at(config(tmp_path, "evaluation.rewards={exact = 1.0}"))

@@ -37,6 +37,7 @@ def made(index: int, reward: float, length: int, fault: bool) -> Rollout:
     return rollout(row | {"reward_fault": "timeout" if fault else ""})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(
     groups=st.lists(st.lists(MADE, min_size=1, max_size=8), min_size=1, max_size=5),

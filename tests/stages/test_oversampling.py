@@ -442,6 +442,7 @@ async def test_a_fork_that_wants_less_takes_up_all_that_was_carried(tmp_path: Pa
     ] == []
 
 
+@pytest.mark.slow
 async def test_a_fork_that_cannot_go_on_with_what_was_carried_is_refused_before_it_is_written(tmp_path: Path) -> None:
     world = await check_run(tmp_path, 5, 2, 0.0, 0.0, ["rl.oversampling=4", ONE_SHARD])
     run = world.session.run

@@ -148,6 +148,7 @@ def test_another_vocabulary_is_refused_by_name(other: bytes, said: str) -> None:
         check_vocabulary("x", tokenizer(VOCABULARY), other)
 
 
+@pytest.mark.slow
 def test_preflight_refuses_a_reference_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

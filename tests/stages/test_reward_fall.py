@@ -24,6 +24,7 @@ def noisy(seed: int, num_iterations: int) -> np.ndarray:
     return np.cumsum(random.normal(0, 0.002, num_iterations)) + random.normal(0, 0.02, num_iterations)
 
 
+@pytest.mark.slow
 def test_noise_alone_seldom_falls() -> None:
     assert sum(bool(falls(noisy(seed, 200).tolist())) for seed in range(200)) <= 8
 

@@ -71,6 +71,7 @@ def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(
         scored(tmp_path, [row("x"), row("y")], *sets, f"rl.reward_timeout_s={DEADLINE_S}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "said"),
     [

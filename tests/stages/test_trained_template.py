@@ -103,6 +103,7 @@ def test_a_template_that_was_written_is_not_written_into_again(tmp_path: Path, t
     assert written[0] == written[1] == written[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_model", [False, True], ids=["a new model", "a model with another template"])
 @pytest.mark.parametrize("is_older", [False, True], ids=["", "begun by older code"])
 async def test_every_policy_has_the_template_that_trained(

@@ -196,6 +196,7 @@ def runs(tokens: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
     return [(side, [token for _, token in pairs]) for side, pairs in pairs]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_every_token_is_accounted_for(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
@@ -347,6 +348,7 @@ def shard_of(session: Session, shard: int) -> ArtifactRef | None:
     return found[0] if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_it_answered(
     folder: Path, order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -444,6 +446,7 @@ async def test_a_committed_round_of_faults_says_so(session: Session) -> None:
         await asyncio.to_thread(score_rollouts, session, {}, rows, {})
 
 
+@pytest.mark.slow
 async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> None:
     Path("bad").touch()
     Path("slow").write_text("1")
@@ -523,6 +526,7 @@ def test_combinations_that_make_no_sense(tmp_path: Path, sets: list[str], said: 
         config(tmp_path, *sets)
 
 
+@pytest.mark.slow
 def test_preflight_tries_the_environment_and_the_template(folder: Path) -> None:
     preflight(config(folder))
     with pytest.raises(UserError, match="there is no environment 'abacus'"):

@@ -74,6 +74,7 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORKS)
 def test_it_beats_whatever_its_process_does_and_ends_with_it(work: str, store: Store) -> None:
     with holder_that(WORKS[work], store) as holder:

@@ -115,6 +115,7 @@ def for_a_while(fault: str, lasts_s: float = LASTS_S, of: str = "") -> Callable[
     return faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault"), [*itertools.product(CALLS, FAULTS), *(("create", status) for status in STATUSES)]
 )
@@ -128,6 +129,7 @@ def test_a_fault_that_passes_changes_no_answer(
     assert s3_proxy.num_faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_given_up_names_the_first_cause(
     name: str, store: Store, s3_proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +156,7 @@ def test_what_another_try_answers_alike_is_asked_once(
     assert s3_proxy.num_faults == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "reset", "hang"])
 def test_where_a_person_waits_a_server_that_fails_is_named(
     fault: str, store: Store, s3_proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch

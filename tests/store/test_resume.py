@@ -105,6 +105,7 @@ def test_the_store_is_named_where_it_is_not_the_default_one(tmp_path: Path, monk
         create_or_continue(read_config("tiny", ["run=a", "store=my store", "seed=1"], PRESETS))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_resumed_is_refused_with_the_reason(store: Store) -> None:
     assert "no run 'a' in" in resume(store, "a")
     run = create_or_continue(tiny(store))

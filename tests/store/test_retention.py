@@ -131,6 +131,7 @@ def test_the_newest_states_stay_and_those_that_forks_go_on_from(states: set[int]
     assert not keep or len(kept) <= keep + len(pinned)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chain=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", *SHARED_BY_REDO]), st.integers(0, 4)), max_size=5)
@@ -223,6 +224,7 @@ def kills(request: pytest.FixtureRequest) -> Iterator[int]:
     return iter(range(1000)) if request.param == "every" else iter(Random(request.param).choices(range(12), k=1000))
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_pruning_again_and_again_it_ends_with_what_it_should(
     tmp_path: Path, kills: Iterator[int]
 ) -> None:
@@ -342,6 +344,7 @@ def test_a_fork_that_begins_before_its_parent_looks_again_keeps_the_policy(store
     assert pruned_versions(open_existing(other, "c"), 1) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parent", ["goes on", "is killed"])
 def test_a_fork_that_begins_while_files_are_deleted_waits_for_the_end(store: Store, parent: str) -> None:
     run = run_of(store, "checkpoint.keep_policies_last=3")

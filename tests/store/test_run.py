@@ -421,6 +421,7 @@ def test_a_dead_holder_is_taken_over(tmp_path: Path) -> None:
     lease.acquire(open_store(f"file://{tmp_path}"), "runs/a").release()
 
 
+@pytest.mark.slow
 def test_a_silent_holder_on_another_host_is_taken_over_and_a_beating_one_is_not(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

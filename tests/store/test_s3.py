@@ -207,6 +207,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
     assert not store.exists("p/w.bin") and store.list("p") == [] and store.folders("p") == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_said_to(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     for check in (check_access, check_readable):
@@ -214,6 +215,7 @@ def test_a_server_that_is_down_is_said_to(s3_server: S3Server, monkeypatch: pyte
             check(open_store("s3://rlpipe/x"))
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_not_waited_for(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "SILENCE", s3.SILENCE / 40)
     monkeypatch.setitem(s3.RETRY, "max_retries", 1)

@@ -231,6 +231,7 @@ def test_wrong_s3_credentials_are_said_to(s3_server: object, monkeypatch: pytest
         check_access(open_store("s3://rlpipe/x"))
 
 
+@pytest.mark.slow
 def test_a_store_that_is_only_read_may_be_read_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be read"):

@@ -88,6 +88,7 @@ async def imported(session: Session, iteration: int) -> tuple[StageResult, Stage
     return prompts, await import_rollouts(session, iteration=iteration, prompts=prompts.ref)
 
 
+@pytest.mark.slow
 async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_path: Path) -> None:
     known = [row(1, prompt="say 4 5", completion_tokens=tokens, weight_version=-2) for tokens in ([4, 5], [4, 6])]
     path = write(tmp_path / "x.parquet", rollouts(0) + known + rollouts(2, 3))
@@ -137,6 +138,7 @@ async def test_a_plain_data_set_is_trained_on_as_it_is_and_that_is_said_once(
     await session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
@@ -180,6 +182,7 @@ async def test_too_few_groups_end_the_rounds_when_nothing_more_can_be_had(tmp_pa
     await failing.close()
 
 
+@pytest.mark.slow
 async def test_files_are_imported_once_and_needed_no_more(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     write(folder / "0.parquet", rollouts(0, 1))
@@ -212,6 +215,7 @@ async def test_files_of_many_groups_are_read_back_in_order(tmp_path: Path, monke
         assert [row["prompt_id"] for row in rows] == [f"p/{2 * iteration}", f"p/{2 * iteration + 1}"]
 
 
+@pytest.mark.slow
 async def test_preflight_needs_the_files_until_they_are_imported(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", rollouts(0, 1, 2, 3))
     session = opened(tmp_path, path)
@@ -242,6 +246,7 @@ async def test_a_fork_with_other_num_prompts_uses_no_group_twice_and_leaves_none
         preflight(longer.config, longer)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     config, fed = asked(tmp_path, "run:same"), Path(tmp_path / "x.parquet")
     for name, sets in (("same", []), ("other", []), ("longer", ["model.context_tokens_max=256"])):

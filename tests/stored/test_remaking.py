@@ -128,6 +128,7 @@ def present(run: Run) -> list[int]:
     return [version for version in range(1, ITERATIONS + 1) if not is_pruned(run.store, run.policy(version)[0].folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "num_replayed"), [(PRUNED, 3), (PRUNED[:1], 1)], ids=["from the start", "from a state"]
 )
@@ -152,6 +153,7 @@ async def test_a_fork_of_a_pruned_policy_has_the_bits_of_a_run_that_kept_it(
     assert present(run) == [3, ITERATIONS]
 
 
+@pytest.mark.slow
 async def test_killed_before_any_file_was_put_back_it_is_whole_after_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +190,7 @@ async def test_killed_before_any_file_was_put_back_it_is_whole_after_the_next_tr
     assert present(run) == [2, ITERATIONS] and audit.verify(session.run)[1] == []
 
 
+@pytest.mark.slow
 async def test_two_forks_make_it_again_at_the_same_time(tmp_path: Path) -> None:
     run = await made(tmp_path, *PRUNED)
     sessions = [session_of(fork(run, 1, override_config(run.config, [f"run={name}"])), tmp_path) for name in ("c", "d")]
@@ -213,6 +216,7 @@ async def test_a_trainer_that_makes_other_bits_writes_nothing_and_both_hashes_ar
     assert audit.unreferenced(child) == []
 
 
+@pytest.mark.slow
 async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +238,7 @@ async def test_an_export_makes_it_again_and_leaves_the_store_as_it_was(
     assert len(trainer.trained) == 4, "what is there is copied"
 
 
+@pytest.mark.slow
 async def test_differences_keep_their_bases_and_come_back_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_one_rank_and_two_ranks_agree(
         assert float((two[tensor] - moment).double().norm() / moment.double().norm()) < tolerance, tensor
 
 
+@pytest.mark.slow
 def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Trainer, store: Store) -> None:
     """Each row once, in the order of the batch, whichever rank had it, and however many steps are
     taken. The ranks have unequal shares."""
@@ -189,6 +190,7 @@ def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Train
         np.testing.assert_allclose(two["gap"], one["gap"], rtol=2**-10, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trainer, data: ArtifactRef) -> None:
     gang.do("load", world.load_new("new"))
     gang.do("train", world.train("new", "one", "rl", data))
@@ -206,6 +208,7 @@ def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trai
     assert world.digests(again["state"]) == world.digests(two["state"])
 
 
+@pytest.mark.slow
 def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them(
     gang: GangUnderTest, solo: Trainer, data: ArtifactRef, store: Store
 ) -> None:
@@ -236,6 +239,7 @@ def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them
     assert world.digests(back["state"]) == world.digests(two["state"])
 
 
+@pytest.mark.slow
 def test_an_offload_changes_no_bit_of_two_ranks(gang: GangUnderTest, data: ArtifactRef, folder: Path) -> None:
     parked = [Path(gang.options.work_dir) / "offload" / f"rank-{rank}" for rank in range(2)]
     digests = []
@@ -253,6 +257,7 @@ def test_an_offload_changes_no_bit_of_two_ranks(gang: GangUnderTest, data: Artif
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
     assert gang.ask("health", token="wrong")[0] == 401
     assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404
@@ -326,6 +331,7 @@ def run_ranks(program: str, ranks: int, folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
     run_ranks("tests.ranks_of_a_step", 2, tmp_path)
     told = json.loads((tmp_path / "kept.json").read_text())

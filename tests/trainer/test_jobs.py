@@ -107,6 +107,7 @@ def test_kl_to_the_reference_is_zero_at_its_own_weights(trainer: Trainer) -> Non
         world.run(trainer, "train", {**job, "reference": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "gpt_oss"])
 def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp_path: Path) -> None:
     trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))

@@ -111,6 +111,7 @@ def test_a_file_that_was_not_written_has_the_hash_of_the_one_that_was(tmp_path: 
     assert (record.bytes, record.sha256) == (path.stat().st_size, file_sha256(path))
 
 
+@pytest.mark.slow
 def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than
         assert process.wait(timeout=DEADLINE_S) == 0
 
 
+@pytest.mark.slow
 def test_who_still_receives_hears_at_once_that_another_receiver_died(tmp_path: Path) -> None:
     trainer = Trainer(solo_gang(tmp_path))
     run(trainer, "load", load_new())

@@ -163,6 +163,7 @@ async def test_a_call_that_was_refused_is_forgotten_whoever_sends_it_again(token
         assert world.rollout._num_completions == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", [AsyncOpenAI, AsyncAnthropic])
 async def test_the_clients_of_openai_and_anthropic_that_hang_up_get_the_reply_of_their_own_call(
     api: Any, tokenizer: ChatTokenizer

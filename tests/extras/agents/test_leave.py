@@ -53,6 +53,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["python lasting.py", "lasting:agent"])
 @pytest.mark.parametrize(
     ("what", "fault", "num_tries"),

@@ -94,6 +94,7 @@ def prompt_of(what: str) -> RewardPrompt:
     return {"prompt_id": f"x/{what}", "messages": [{"role": "user", "content": what}], "answer": what, "metadata": {}}
 
 
+@pytest.mark.slow
 async def test_what_an_agent_says_at_its_end_is_its_outcome(agents: Agents, tokenizer: ChatTokenizer) -> None:
     pool = SpokenPool(tokenizer, ["one", "two", "three"])
     calls = [agents.run(rollout_of(pool), prompt_of(what)) for what in ("well", "well", "none")]
@@ -102,6 +103,7 @@ async def test_what_an_agent_says_at_its_end_is_its_outcome(agents: Agents, toke
     assert sorted(asked) == [f"<|user|>{what}<|assistant|>" for what in ("x/none", "x/well", "x/well")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "reason"), BAD.items())
 async def test_a_fault_is_a_reason(what: str, reason: str, agents: Agents, tokenizer: ChatTokenizer) -> None:
     pool = SpokenPool(tokenizer, ["one", "two"])
@@ -122,6 +124,7 @@ async def test_one_that_was_killed_is_run_again_with_the_same_replies(agents: Ag
     assert len(pool.groups) == len(rollout.conversation.nodes) == 1
 
 
+@pytest.mark.slow
 async def test_one_that_is_refused_for_ever_ends_by_its_timeout(agents: Agents, tokenizer: ChatTokenizer) -> None:
     """A refused call counts for nothing, so no other limit ends it."""
     rollout = rollout_of(SpokenPool(tokenizer, ["one"]), calls=2)
@@ -131,6 +134,7 @@ async def test_one_that_is_refused_for_ever_ends_by_its_timeout(agents: Agents, 
     assert len(rollout.conversation.nodes) == 1
 
 
+@pytest.mark.slow
 async def test_a_timeout_and_a_close_leave_no_process(agents: Agents, tokenizer: ChatTokenizer, folder: Path) -> None:
     with pytest.raises(AgentFault):
         await agents.run(rollout_of(SpokenPool(tokenizer, ["one"])), prompt_of("child"))
@@ -228,6 +232,7 @@ pool.ask({"prompt": {}, "base_url": "x", "api_key": "x"}, 100.0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "said"),
     [

@@ -93,6 +93,7 @@ def call_of(arguments: str) -> str:
     return f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>'
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(text=REPLIES)
 @example(text='<tool_call>{"name": ["t"], "arguments": {}}</tool_call>')

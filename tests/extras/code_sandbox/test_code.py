@@ -78,6 +78,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_tests(form: str, reward: Reward) -> None:
     given, source = FORMS[form]
@@ -263,6 +264,7 @@ HARM = {
 }
 
 
+@pytest.mark.slow
 def test_harm_in_one_rollout_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "graders.py").write_text(GRADER)
     monkeypatch.chdir(tmp_path)

@@ -52,6 +52,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_every_assertion_runs(name: str, reward: Reward) -> None:
     if "numpy" in name:
@@ -200,6 +201,7 @@ def test_objects_of_the_program_do_what_they_do_at_home(reward: Reward) -> None:
         assert reward(prompt(OBJECTS), block(BOX.replace(right, wrong))) == expected, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "output", "returns", "passes"),
     [

@@ -119,6 +119,7 @@ async def test_all_are_under_way_at_once_in_one_process_and_no_thread_waits(pool
     assert max(threads) <= before + 1 and pool._workers[0].num_started == 1  # it reads what the process prints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("note noted", "timeout"), ("stubborn", "timeout"), ("cancelled", "error"), ("block", "timeout")],
@@ -135,6 +136,7 @@ async def test_a_call_that_takes_too_long_or_fails_ends_its_own_rollout_only(
     assert (await pid_of(pool) == pid) == (kind != "block"), "the process stays, unless it answers nothing"
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(pool: EnvironmentPool) -> None:
     (process,) = pool._workers
     environments, pid = opened(pool, MANY), await pid_of(pool)
@@ -148,6 +150,7 @@ async def test_a_process_that_is_killed_with_many_under_way_is_made_again_once(p
     assert process.num_started == 2
 
 
+@pytest.mark.slow
 async def test_what_kills_a_process_is_known_and_no_other_pays(pool: EnvironmentPool) -> None:
     environments, (process,) = opened(pool, 40), pool._workers
     await told(environments, *["a"] * 40)
@@ -158,6 +161,7 @@ async def test_what_kills_a_process_is_known_and_no_other_pays(pool: Environment
     assert await told(opened(pool, 40), *["a"] * 40) == [turn(1)] * 40
 
 
+@pytest.mark.slow
 async def test_calls_that_all_kill_are_each_found(pool: EnvironmentPool) -> None:
     assert await told(opened(pool, 8), *["kill"] * 8) == ["environment_crash"] * 8
 
@@ -174,6 +178,7 @@ async def test_a_rollout_that_waits_no_more_has_its_call_cancelled(pool: Environ
     await until_async(Path("noted").exists)
 
 
+@pytest.mark.slow
 async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> None:
     """Though a call of it never ends: the owner's end of the pipe is closed as the kernel does it
     for a process that was killed."""

@@ -149,6 +149,7 @@ async def play(environment: RemoteEnvironment, last: str) -> list[Step | str]:
     return told
 
 
+@pytest.mark.slow
 async def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: EnvironmentPool) -> None:
     hasty(pool)
     lasts = [last for kind in BAD for last in (kind, "c")]
@@ -159,6 +160,7 @@ async def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: Enviro
     assert all(each == good for each in told[1::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "expected"), [(kind, BAD[kind]) for kind in ("raise", "sleep", "kill", "none")] + [
     ("empty", "environment_invalid"), ("assistant", "environment_invalid")])  # fmt: skip
 async def test_a_start_that_fails(pool: EnvironmentPool, kind: str, expected: str) -> None:
@@ -168,6 +170,7 @@ async def test_a_start_that_fails(pool: EnvironmentPool, kind: str, expected: st
     assert await pool.open(prompt()).step("hi") == say("time 1")
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_killed_from_outside_costs_nothing(pool: EnvironmentPool) -> None:
     environments = [pool.open(prompt()) for _ in range(4)]
     for environment in environments:
@@ -188,6 +191,7 @@ async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPoo
     assert await reason(environment.step("a")) == "environment_invalid"
 
 
+@pytest.mark.slow
 async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Path) -> None:
     hasty(pool)
     assert await reason(pool.open(prompt()).step("child")) == "environment_timeout"

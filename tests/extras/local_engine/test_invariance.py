@@ -89,6 +89,7 @@ def check_orders(threads: int, device: str, orders: list[list[int]]) -> None:
             assert together[index] == expected[index], f"request {index} differs in {order}"
 
 
+@pytest.mark.slow
 def test_any_order_gives_the_same_bits(threads: int) -> None:
     orders = [random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS) for seed in range(2)]
     check_orders(threads, "cpu", orders)

@@ -55,6 +55,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 async def test_what_sglang_does_not_refuse_is_refused(body: Any) -> None:
     assert (await local_engine("a").call("/generate", body))[0] == 400
@@ -171,6 +172,7 @@ async def test_a_body_that_is_no_json_is_a_400(body: bytes) -> None:
             assert answer.status == 413
 
 
+@pytest.mark.slow
 async def test_memory_stays_flat_over_reloads() -> None:
     """Over 80 of them.
 

@@ -22,6 +22,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
 def test_a_recorded_step_has_the_same_bits_before_and_after_a_reload(family: str, tmp_path: Path) -> None:
     """gemma3_text adds 1 to its norms' weights: a graph must not keep the sum."""

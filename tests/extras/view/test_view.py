@@ -94,6 +94,7 @@ def plots_of(html: str) -> list[JsonDict]:
     return json.loads(unescape(re.findall(r'data-plots="([^"]*)"', html)[0]))
 
 
+@pytest.mark.slow
 def test_every_link_of_every_page_leads_to_a_page(store: Store, tmp_path: Path) -> None:
     """On a disk and on S3. A store that changes in no byte."""
     whole_store(store, tmp_path)

@@ -22,6 +22,7 @@ def p_values(rates_T: np.ndarray, groups: int, size: int, *, trend: bool, wander
     return np.array([shift(*pair, len(rates_T) // 2, trend=trend).p for pair in series])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("iterations", "groups", "size"), [(4, 4, 4), (8, 4, 4), (12, 16, 8), (2, 8, 4)])
 @pytest.mark.parametrize("wander", [0.0, 0.05])
 def test_where_nothing_changed_a_p_value_is_what_it_says(

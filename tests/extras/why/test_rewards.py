@@ -110,6 +110,7 @@ def told_otherwise(whole: Around, name: str, late: bool) -> Around:
     return replace(whole, groups=groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False], ids=["broken from the iteration on", "mended from the iteration on"])
 @pytest.mark.parametrize("kind", CASES)
 def test_code_that_gives_the_same_text_another_reward_is_proved(kind: str, late: bool, tmp_path: Path) -> None:
@@ -175,6 +176,7 @@ def reward(prompt, completion):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_lost_while_it_scores_again_ends_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_a_verdict_that_the_rest_of_the_reward_refutes_is_withdrawn(tmp_path: Pa
     assert [finding.title for finding in reward_parts(only)] == ["reward part exact falls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
@@ -352,6 +355,7 @@ def test_a_rate_that_still_rises_is_named_when_the_reward_falls(tmp_path: Path) 
     assert not list(rate(falling(late, 0.5, 6))), "it has risen"
 
 
+@pytest.mark.slow
 def test_a_reward_that_falls_step_by_step_while_the_rate_rises_has_a_cause(tmp_path: Path) -> None:
     """No iteration has a jump then: the sides differ by less than the
     noise that the trend looks like."""
