@@ -26,7 +26,7 @@ test: ## lint, types, the quick unit tests, a pipeline of each kind (about 15 mi
 	@scripts/install.sh test
 	@scripts/check.sh
 
-test-all: ## the unit and end-to-end tests that `make test` leaves out (about 40 minutes on two cores)
+test-all: ## the unit and end-to-end tests that `make test` leaves out (about 45 minutes on two cores)
 	@scripts/install.sh test
 	@scripts/check.sh rest
 

@@ -53,7 +53,7 @@ unit() {
 pipelines() { .venv/bin/python -m pytest -v -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$@"; }
 
 if [ "${1:-}" = rest ]; then
-    echo "the tests that make test leaves out: about 40 minutes on two quiet cores"
+    echo "the tests that make test leaves out: about 45 minutes on two quiet cores"
     compile
     mapfile -t slow < <(having slow)
     mapfile -t others < <(having "e2e|contract")

@@ -108,9 +108,10 @@ def test_ranks_that_share_rows_are_counted_with_their_share() -> None:
         trial.microbatch_bytes(few, torch.bfloat16, 1, 16384, True, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recomputed", "offload"),
-    [(False, "none"), *(pytest.param(True, offload, marks=pytest.mark.slow) for offload in ("none", "optimizer"))],
+    [(False, "none"), (True, "none"), (True, "optimizer")],
 )
 def test_the_estimate_is_near_to_what_a_step_takes(recomputed: bool, offload: str, tmp_path: Path) -> None:
     command = [

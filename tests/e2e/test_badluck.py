@@ -97,6 +97,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.nightly  # store/test_relay.py and test_cache.py have a disk that is full for one file
 def test_a_full_disk_fails_the_run_and_a_second_start_goes_on(folder: Folder, small_disk: Path) -> None:
     folder.store = f"file://{small_disk}/store"
     once = [*MINI, "rl.num_iterations=1"]  # its SFT alone is larger than the disk

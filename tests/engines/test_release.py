@@ -21,6 +21,8 @@ from tests.engine_fixtures import CONTEXT_TOKENS, VOCAB, Server, sampled, start_
 from tests.engine_world import requests, tokens, world
 from tests.engines.test_pool import check_whole
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 17, 200, 3, 44]
 
 
@@ -64,7 +66,6 @@ async def answer(server: Server) -> tuple[list[int], list[float]]:
     return sampled(await server.generate(PROMPT, params))
 
 
-@pytest.mark.slow
 async def test_the_memory_really_goes_and_the_same_bits_come_back(server: Server, model: Path) -> None:
     weights = (model / "model.safetensors").stat().st_size
     first, checksum = await answer(server), await server.call("/weights_checker")

@@ -23,6 +23,8 @@ from tests.deadlines import DEADLINE_S, SHORT_S, until_async
 from tests.outage_world import Fault, Faults
 from tests.s3_world import S3Proxy
 
+pytestmark = pytest.mark.slow
+
 FAULTS = ["500", "502", "503", "504", "429", "reset", "hang"]
 LASTS_S, NEVER_S = 0.8, 3600.0
 
@@ -48,7 +50,6 @@ async def ask() -> tuple[object, ...]:
     return len(page) >= 0, made.key, made.data
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_fault_that_passes_changes_no_answer(
     fault: str, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
