@@ -103,15 +103,20 @@ def since(code: Path) -> list[str]:
     return [setting for field, setting in SINCE.items() if f"{field}:" in fields]
 
 
-def facts(folder: Path, run: str) -> Iterator[tuple[str, object]]:
+def facts(folder: Path, run: str, as_stored: bool) -> Iterator[tuple[str, object]]:
     """(stage, what it came to) of every committed stage: files by name and hash, settings, names of
-    inputs from inside the run."""
+    inputs from inside the run.
+
+    `as_stored`: of a policy that is stored as a difference, that file too. It names its run, and
+    whether a policy has one depends on what was planned as the last.
+    """
     for path in sorted((folder / "rlpipe-store" / "runs" / run).rglob("manifest.json")):
         manifest = json.loads(path.read_text())
         if manifest["stage"].split("/", 1)[0] in COMPARED:
             files = sorted(
                 (record["name"].rpartition("/")[2], content(path.parent, record))
                 for record in whole_files(path.parent, manifest)
+                if as_stored or not record["name"].endswith(("/delta.json", ".xor.zst"))
             )
             inputs = sorted(name for name in manifest["inputs"] if not name.startswith("source "))
             stage = f"{manifest['phase']}/{manifest['iteration']:05d}/{manifest['stage']}"
@@ -157,7 +162,7 @@ def whole_files(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 def compared(old: Path, new: Path, run: str, other: str = "") -> int:
     """Prints what differs; how much that is."""
-    before, after = dict(facts(old, run)), dict(facts(new, other or run))
+    before, after = (dict(facts(folder, name, not other)) for folder, name in ((old, run), (new, other or run)))
     if not before:
         print(f"{run}: nothing was committed", flush=True)
         return 1
