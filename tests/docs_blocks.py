@@ -54,7 +54,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/models.md": {
         "make smollm2": "minutes with a real model: e2e/test_smollm2.py runs the same preset, shortened",
         ".venv/bin/python speak.py": "asks what the block above trained: e2e/test_smollm2.py does it with its own run",
-        ".venv/bin/python -m pip": "the user's own GGUF file: test_gguf.py and e2e/test_smollm2.py import real ones",
+        ".venv/bin/python -m pip": "the user's own GGUF file: data/test_gguf.py, e2e/test_smollm2.py import real ones",
     },
     "docs/nights.md": {
         ".venv/bin/rlpipe automations": (
