@@ -201,7 +201,6 @@ def test_a_reward_that_fell_fires_an_automation_once(stand: Stand, notifications
     ), fell
 
 
-@pytest.mark.nightly  # test_a_killed_process approves RL and the registration
 def test_the_command_line_says_where_to_approve_and_outlives_a_deleted_flow_run(tmp_path: Path) -> None:
     folder = Folder(tmp_path, f"file://{tmp_path}/store", {"HOME": str(tmp_path / "home")})
     process = folder.start(*folder.run_arguments("c", *MINI, "rl.num_iterations=1", 'approval=["register"]'))
