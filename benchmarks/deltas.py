@@ -86,12 +86,12 @@ def copy(source: Path, target: Path) -> None:
 def save(trainer: Trainer, folder: str, base: ArtifactRef | None) -> tuple[ArtifactRef, JsonDict]:
     job = world.save("any", folder, None) | {"base": base.as_json() if base else None, "is_base": True}
     result = world.run(trainer, "save", job)
-    return world.saved(trainer.gang.store, folder, result["policy"]), result["metrics"]
+    return world.saved(trainer.ranks.store, folder, result["policy"]), result["metrics"]
 
 
 def measure(model: Path, iterations: int, steps: int, learning_rate: float, root: Path) -> None:
-    trainer = Trainer(world.solo_gang(root, dtype="bfloat16", tokens_max=512, threads=2))
-    store, hosts = trainer.gang.store, root / "host"
+    trainer = Trainer(world.one_rank(root, dtype="bfloat16", tokens_max=512, threads=2))
+    store, hosts = trainer.ranks.store, root / "host"
     files = {name: (model / name).read_bytes() for name in ("config.json", WEIGHTS)}
     world.run(trainer, "load", world.load_ref("start", "policy", world.artifact(store, "model", files)))
     ref, _ = save(trainer, "v0", None)
@@ -109,7 +109,7 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
         world.run(trainer, "train", job)
         ref, metrics = save(trainer, f"v{iteration + 1}", ref)
         rebuild_s = seconds(lambda ref=ref: materialise(store, ref, hosts))
-        (kept,) = trainer.gang.scratch("kept").iterdir()
+        (kept,) = trainer.ranks.scratch("kept").iterdir()
         old, new = before / WEIGHTS, kept / WEIGHTS
         difference_s = seconds(lambda old=old, new=new: write_difference(old, new, root / "difference", 2))
         whole_s = seconds(lambda new=new: write_file(store, "whole", "a", WEIGHTS, new))
@@ -124,7 +124,7 @@ def measure(model: Path, iterations: int, steps: int, learning_rate: float, root
         shutil.rmtree(before)
         (before,) = hosts.iterdir()
     alone_s = seconds(lambda: materialise(store, ref, root / "alone"))
-    (folder,), (kept,) = (root / "alone").iterdir(), trainer.gang.scratch("kept").iterdir()
+    (folder,), (kept,) = (root / "alone").iterdir(), trainer.ranks.scratch("kept").iterdir()
     same = (folder / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
     print(
         f"rebuilt through {len(dependencies(store, ref))} differences in {alone_s:.1f} s: "

@@ -63,7 +63,7 @@ def record_of(name: str, url: str) -> ServiceRecord:
 
 
 def trainer(name: str, address: str, port: int, folder: Path) -> None:
-    """Serves what lies in the folder `published`, as each node of a gang does."""
+    """Serves what lies in the folder `published`, as each node of a trainer does."""
     options = TrainerOptions(store=f"file://{folder}/store", run="a", host=address, port=port, work_dir=str(folder))
     os.environ[KEY_VARIABLE] = record_of(name, "").key
     server = NodeServer(options, Uploads(open_store(options.store), folder / "published", BEGIN_S))

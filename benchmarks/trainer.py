@@ -133,9 +133,9 @@ class PlainLoop:
 
 def measure(threads: int, mixed: bool, pairs: int, steps: int, folder: Path) -> None:
     torch.set_num_threads(threads)
-    trainer = Trainer(world.solo_gang(folder, threads=threads, tokens_max=8192))
+    trainer = Trainer(world.one_rank(folder, threads=threads, tokens_max=8192))
     made = rows(mixed)
-    batch = world.batch(trainer.gang.store, f"batch-{threads}-{mixed}-{steps}", made)
+    batch = world.batch(trainer.ranks.store, f"batch-{threads}-{mixed}-{steps}", made)
     world.run(trainer, "load", world.load_new("0", model=TINY))
     settings = {"num_steps": steps, "learning_rate": 1e-4, "clip_high": 0.28}
     plain, own, spent = PlainLoop(steps, made), [], []
@@ -193,7 +193,7 @@ def measure_rows(trainer: Trainer, turns: int, prompt: int, completion: int) -> 
     once more, which does not count."""
     assert trainer.resident is not None, "nothing is loaded"
     vocab_size = trainer.resident.policy.lm.config.vocab_size
-    batch = world.batch(trainer.gang.store, f"rows-{prompt}-{completion}", long_rows(vocab_size, prompt, completion))
+    batch = world.batch(trainer.ranks.store, f"rows-{prompt}-{completion}", long_rows(vocab_size, prompt, completion))
     settings = {"num_steps": SHAPE_GROUPS, "learning_rate": 1e-6, "completion_tokens_max": completion}
     trained = []
     for turn in range(turns + 1):
@@ -220,10 +220,10 @@ def measure_shape(name: str, turns: int, offload: str, folder: Path) -> None:
         "activation_checkpointing": True,
         "offload": offload,
     }
-    trainer = Trainer(world.solo_gang(folder, **of_gpu))
+    trainer = Trainer(world.one_rank(folder, **of_gpu))
     world.run(trainer, "load", world.load_new("0", model=SHAPES[name]))
     figures = measure_rows(trainer, turns, SHAPE_PROMPT, SHAPE_COMPLETION)
-    print(f"{name}, offload {offload}, on {torch.cuda.get_device_name(trainer.gang.device)}: {figures}")
+    print(f"{name}, offload {offload}, on {torch.cuda.get_device_name(trainer.ranks.device)}: {figures}")
 
 
 if __name__ == "__main__":

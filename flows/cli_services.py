@@ -150,9 +150,11 @@ def trainer(
 ) -> None:
     """Join a run with this node's trainer processes, until stopped
     (`trainer.place = "elsewhere"`)."""
-    from rlpipe.trainer.process import GangService
+    from rlpipe.trainer.process import TrainerService
 
-    _serve("trainer", store, run, sets, idle_timeout_s, partial(GangService, node=node, address=own_address(address)))
+    _serve(
+        "trainer", store, run, sets, idle_timeout_s, partial(TrainerService, node=node, address=own_address(address))
+    )
 
 
 def engine(context: typer.Context) -> None:

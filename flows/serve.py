@@ -13,7 +13,7 @@ from rlpipe.engines.remote import HostService
 from rlpipe.services.registration import config_of, node_name, own_address, past, serve
 from rlpipe.services.run_watch import RunWatch
 from rlpipe.store.backend import open_store
-from rlpipe.trainer.process import GangService
+from rlpipe.trainer.process import TrainerService
 
 
 @flow(name="serve-engines", flow_run_name="serve-engines {run} node {node}", persist_result=False)
@@ -37,4 +37,4 @@ async def serve_trainer(
     `idle_timeout_s`. Says why it ended."""
     opened = open_store(store)
     config = await config_of(RunWatch(opened, run, idle_timeout_s), trainer=trainer)
-    return await serve(GangService(opened, config, node, own_address()), past(idle_timeout_s), asyncio.Event())
+    return await serve(TrainerService(opened, config, node, own_address()), past(idle_timeout_s), asyncio.Event())

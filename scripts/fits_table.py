@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-32B": {**QWEN3, **dict(zip(SIZES, (5120, 25600, 64, 64), strict=True)), "tie_word_embeddings": False},
     "Llama-3.3-70B": {**LLAMA, **dict(zip(SIZES, (8192, 28672, 80, 64), strict=True)), "tie_word_embeddings": False},
 }
-GANGS: dict[str, dict[str, Any]] = {
+SPLITS: dict[str, dict[str, Any]] = {
     "1 rank": {"ranks": 1},
     "8 ranks": {"ranks": 8},
     "16 ranks": {"ranks": 8, "nodes": 2},
@@ -49,32 +49,32 @@ GANGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(offload: str, **gang: Any) -> PipelineConfig:
+def config_of(offload: str, **layout: Any) -> PipelineConfig:
     """A run on GPUs in bf16 that recomputes activations."""
     config = read_config("one-gpu", [], ROOT / "flows" / "presets")
     trainer = TrainerConfig.model_validate(
         {
-            "gpu_ids": [*range(gang["ranks"])],
+            "gpu_ids": [*range(layout["ranks"])],
             "tokens_max": TOKENS,
             "activation_checkpointing": True,
             "offload": offload,
-            **gang,
+            **layout,
         }
     )
     return config.model_copy(update={"trainer": trainer, "rl": config.rl.model_copy(update={"kl": "none"})})
 
 
 def cells(sizes: ModelSizes) -> list[str]:
-    """Of each gang what a rank takes without and with `trainer.offload`, GiB, and what 8
+    """For each split: what a rank takes without and with `trainer.offload`, GiB, and what 8
     ranks then have on their host."""
 
-    def of(gang: dict[str, Any]) -> str:
+    def of(layout: dict[str, Any]) -> str:
         return " / ".join(
-            f"{peak_bytes(config_of(offload, **gang), sizes) / GIB:,.0f}" for offload in ("none", "optimizer")
+            f"{peak_bytes(config_of(offload, **layout), sizes) / GIB:,.0f}" for offload in ("none", "optimizer")
         )
 
     on_host = 8 * host_bytes(config_of("optimizer", ranks=8), sizes) / GIB
-    return [*map(of, GANGS.values()), f"{on_host:,.0f}"]
+    return [*map(of, SPLITS.values()), f"{on_host:,.0f}"]
 
 
 def row(name: str) -> str:
@@ -85,7 +85,7 @@ def row(name: str) -> str:
 
 def table() -> str:
     """All of it."""
-    head = ["model", "parameters", *GANGS, "host of a node of 8"]
+    head = ["model", "parameters", *SPLITS, "host of a node of 8"]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *map(row, SHAPES)])
 
 

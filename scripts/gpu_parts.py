@@ -120,13 +120,13 @@ class Where:
         return [0] if self.device == "gpu" else []
 
     def trainer(self, name: str, tokens_max: int, dtype: str = "bfloat16", offload: str = "none") -> Trainer:
-        """A gang of this process alone."""
+        """A trainer of this process alone."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.gpu_ids else "gloo", store=HashStore(), rank=0, world_size=1
             )
         how = {"gpu_ids": self.gpu_ids, "tokens_max": tokens_max, "activation_checkpointing": True, "offload": offload}
-        return Trainer(world.solo_gang(self.folder / name, dtype=dtype, **how))
+        return Trainer(world.one_rank(self.folder / name, dtype=dtype, **how))
 
     def reset_peak(self) -> None:
         """From here on `torch.cuda.max_memory_allocated` counts."""
@@ -141,7 +141,7 @@ def kernels(where: Where) -> Figures:
     figures: Figures = {}
     for dtype in ("float32", "bfloat16"):
         trainer = where.trainer(f"kernels-{dtype}", 4096, dtype)
-        data = world.batch(trainer.gang.store, "batch", world.rollout_rows(groups, size, longest=longest))
+        data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(groups, size, longest=longest))
         bits = []
         for turn in range(2):
             world.run(trainer, "load", world.load_new(model=world.MODEL | (KERNEL_SHAPE if where.gpu_ids else {})))
@@ -149,15 +149,15 @@ def kernels(where: Where) -> Figures:
             saved = world.run(trainer, "save", world.save("b", f"policy-{turn}", f"state-{turn}"))
             bits.append((world.digests(saved["policy"]), world.digests(saved["state"])))
         assert trainer.resident is not None
-        policy, gang = trainer.resident.policy, trainer.gang
+        policy, ranks = trainer.resident.policy, trainer.ranks
         assert uses_flex(policy.lm) or not where.gpu_ids, (
             f"flex_attention is not used: {where.folder}/kernels.log says why"
         )
-        proof = prove(policy, gang.device)
+        proof = prove(policy, ranks.device)
         figures[f"{dtype}: logprobs differ from the model's own by"] = (
             f"{max(proof.single, proof.packed, proof.shared):.1e}"
         )
-        figures[f"{dtype}: gradient by"] = f"{gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED):.1e}"
+        figures[f"{dtype}: gradient by"] = f"{gradient_distance(ranks, policy, Rows.SINGLE, Rows.PACKED):.1e}"
         assert bits[0] == bits[1], f"{dtype}: one job done twice has two results"
     return figures | {"done twice": "the same bits"}
 
@@ -194,7 +194,7 @@ def lora(where: Where) -> Figures:
     length = LENGTHS[where.device][0]
     trainer = where.trainer("lora", length)
     world.run(trainer, "load", world.load_new("0", model=SHAPES["qwen3-0.6b"] if where.gpu_ids else TINY))
-    base = world.saved(trainer.gang.store, "base", world.run(trainer, "save", world.save("0", "base", None))["policy"])
+    base = world.saved(trainer.ranks.store, "base", world.run(trainer, "save", world.save("0", "base", None))["policy"])
     adapter = {"settings": {"rank": 16, "alpha": 32.0}, "seed": 1}
     world.run(trainer, "load", {**world.load_ref("fresh", "policy", base), "adapter": adapter})
     where.reset_peak()

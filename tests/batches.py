@@ -1,4 +1,4 @@
-"""What the trainer reads of a batch and of conversations, without a gang: the files that it maps
+"""What the trainer reads of a batch and of conversations, without a trainer: the files that it maps
 are gone again, their pages stay. And the advantages of all its tokens."""
 
 from __future__ import annotations

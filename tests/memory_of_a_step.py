@@ -20,9 +20,9 @@ import numpy as np
 
 from rlpipe.base.values import JsonDict
 from rlpipe.config.training import SftConfig
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import LoadJob, job_of
 from rlpipe.trainer.packing import sequence_of
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.sft import _cross_entropy
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
@@ -36,24 +36,24 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def step(gang: Gang, model: JsonDict) -> None:
+def step(ranks: Ranks, model: JsonDict) -> None:
     job = job_of("load", json.dumps(world.load_new(model=model)).encode())
     assert isinstance(job, LoadJob)
-    held, _ = load(gang, job)
+    held, _ = load(ranks, job)
     tokens, scored = np.arange(LENGTH) % world.VOCAB, np.arange(1, LENGTH)
     sequences = [sequence_of(tokens, scored) for _ in range(TOKENS // LENGTH)]
-    batch = plan_batch(gang, held.policy, held.rows, sequences)
+    batch = plan_batch(ranks, held.policy, held.rows, sequences)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     how = StepSettings(SftConfig(learning_rate=1e-4), 0, 1.0, "memory", entropy_trained=False)
-    optimizer_step(gang, held, batch, partial(_cross_entropy, batch.num_tokens), how)
+    optimizer_step(ranks, held, batch, partial(_cross_entropy, batch.num_tokens), how)
 
 
 def main(folder: str, recomputed: str, offload: str, model: str) -> None:
-    gang = world.solo_gang(Path(folder), tokens_max=TOKENS, activation_checkpointing=recomputed == "1", offload=offload)
-    step(gang, world.MODEL)
+    ranks = world.one_rank(Path(folder), tokens_max=TOKENS, activation_checkpointing=recomputed == "1", offload=offload)
+    step(ranks, world.MODEL)
     gc.collect()
     before = resident("VmRSS")
-    step(gang, json.loads(model))
+    step(ranks, json.loads(model))
     print(resident("VmHWM") - before)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlpipe.base.references import ArtifactRef
 from rlpipe.trainer import policy_files
-from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.ranks import join_ranks
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
@@ -19,22 +19,22 @@ from tests import trainer_world as world
 def main(folder: Path) -> None:
     node = int(os.environ["RANK"]) // 2
     layout = {"ranks": 2, "nodes": 2, "split_over": "node"}
-    gang = join_gang(world.options(folder, work_dir=f"{folder}/node-{node}", tokens_max=512, **layout))
-    assert (gang.copies, gang.parts, gang.part) == (2, 2, gang.rank % 2)
-    trainer, job = Trainer(gang), json.loads((folder / "job.json").read_text())
+    ranks = join_ranks(world.options(folder, work_dir=f"{folder}/node-{node}", tokens_max=512, **layout))
+    assert (ranks.copies, ranks.parts, ranks.part) == (2, 2, ranks.rank % 2)
+    trainer, job = Trainer(ranks), json.loads((folder / "job.json").read_text())
     world.run(trainer, "load", world.load_new("new"))
     metrics = world.run(trainer, "train", job)["metrics"]
     policy_files.FILE_BYTES_MAX = 100_000  # several files: each node makes its share
     saved = world.run(trainer, "save", world.save("one", "policy-copies", "state-copies"))
-    made_on = gang.gather(saved["made_on"])[0]
-    here = {path.name for path in gang.published.rglob("*.safetensors")}
+    made_on = ranks.gather(saved["made_on"])[0]
+    here = {path.name for path in ranks.published.rglob("*.safetensors")}
     policy = {record["name"] for record in saved["policy"] if record["name"].endswith(".safetensors")}
     assert here == {name.rpartition("/")[2] for name in policy if made_on.get(name, 0) == node}
     assert len(policy) > 2 and abs(2 * len(here) - len(policy)) <= 1, f"{len(here)} of {len(policy)} files"
-    refs = gang.gather(world.saved(gang.store, "state-copies", saved["state"]).as_json() if gang.rank == 0 else None)
+    refs = ranks.gather(world.saved(ranks.store, "state-copies", saved["state"]).as_json() if ranks.rank == 0 else None)
     world.run(trainer, "load", world.load_ref("again", "state", ArtifactRef.from_json(refs[0])))
     again = world.run(trainer, "save", world.save("again", "policy-again", "state-again"))
-    if gang.rank == 0:
+    if ranks.rank == 0:
         digests = {name: world.digests(saved[name]) for name in ("policy", "state")}
         assert digests == {name: world.digests(again[name]) for name in digests}
         (folder / "copies.json").write_text(json.dumps({"metrics": metrics, "state": refs[0], "digests": digests}))

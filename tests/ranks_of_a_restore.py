@@ -1,5 +1,5 @@
-"""A program of several ranks: states and policies saved by gangs of one rank up to all, restored by
-each, and what every rank read."""
+"""A program of several ranks: states and policies saved by trainers of one rank up to all, restored
+by each, and what every rank read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.store import artifacts
 from rlpipe.store.backend import Store
 from rlpipe.trainer import policy_files
-from rlpipe.trainer.gang import Gang, join_gang
+from rlpipe.trainer.ranks import Ranks, join_ranks
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
@@ -43,8 +43,8 @@ Store.read_range = counted(Store.read_range, "weights", lambda data, *_: len(dat
 Store.get_file = counted(Store.get_file, "weights", lambda _, _key, target: Path(target).stat().st_size)
 
 
-def gangs(whole: Gang) -> dict[int, Gang]:
-    """Gangs of the first ranks; every rank takes part in making each."""
+def worlds(whole: Ranks) -> dict[int, Ranks]:
+    """The first ranks as trainers of their own; every rank takes part in making each."""
     made = {}
     for size in SIZES:
         ranks = list(range(size))
@@ -53,41 +53,41 @@ def gangs(whole: Gang) -> dict[int, Gang]:
     return made
 
 
-def committed(gang: Gang, folder: str, records: list[JsonDict]) -> ArtifactRef:
+def committed(ranks: Ranks, folder: str, records: list[JsonDict]) -> ArtifactRef:
     """The same reference on all ranks: rank 0 commits."""
-    refs = gang.gather(world.saved(gang.store, folder, records).as_json() if gang.rank == 0 else None)
+    refs = ranks.gather(world.saved(ranks.store, folder, records).as_json() if ranks.rank == 0 else None)
     return ArtifactRef.from_json(refs[0])
 
 
-def save(gang: Gang, trainer: Trainer) -> tuple[dict[str, ArtifactRef], dict[str, dict[str, str]]]:
-    """What a gang's state and policy are, and the hashes of their files on rank 0."""
-    saved = world.run(trainer, "save", world.save("a", f"policy-{gang.size}", f"state-{gang.size}"))
-    refs = {kind: committed(gang, f"{kind}-{gang.size}", saved[kind]) for kind in ("state", "policy")}
+def save(ranks: Ranks, trainer: Trainer) -> tuple[dict[str, ArtifactRef], dict[str, dict[str, str]]]:
+    """What a trainer's state and policy are, and the hashes of their files on rank 0."""
+    saved = world.run(trainer, "save", world.save("a", f"policy-{ranks.size}", f"state-{ranks.size}"))
+    refs = {kind: committed(ranks, f"{kind}-{ranks.size}", saved[kind]) for kind in ("state", "policy")}
     return refs, {kind: world.digests(saved[kind]) for kind in refs}
 
 
-def restores(gang: Gang, refs: dict[int, dict[str, ArtifactRef]], digests: dict[str, str]) -> Iterator[JsonDict]:
+def restores(ranks: Ranks, refs: dict[int, dict[str, ArtifactRef]], digests: dict[str, str]) -> Iterator[JsonDict]:
     """What this rank read in every restore, and its share: of the state its rows, of a
     policy its rows of the weights."""
     for saved_by in SIZES:
         for kind in ("state", "policy"):
-            trainer = Trainer(gang)
-            gang.gather(None)
+            trainer = Trainer(ranks)
+            ranks.gather(None)
             read_bytes["weights"] = 0
             world.run(trainer, "load", world.load_ref("a", kind, refs[saved_by][kind]))
             read, resident = read_bytes["weights"], trainer.resident
             assert resident is not None
             own = sum(shard.numel() * shard.element_size() for shard in resident.shards.values())
-            told = {"kind": kind, "saved_by": saved_by, "size": gang.size, "rank": gang.rank, "read": read}
+            told = {"kind": kind, "saved_by": saved_by, "size": ranks.size, "rank": ranks.rank, "read": read}
             if kind == "state":
-                again = world.run(trainer, "save", world.save("a", None, f"again-{saved_by}-{gang.size}"))["state"]
-                told |= {"same": gang.rank > 0 or world.digests(again) == digests}
+                again = world.run(trainer, "save", world.save("a", None, f"again-{saved_by}-{ranks.size}"))["state"]
+                told |= {"same": ranks.rank > 0 or world.digests(again) == digests}
             yield told | {"share": own * (3 if kind == "state" else 1)}
 
 
 def main(folder: Path) -> None:
-    whole = join_gang(world.options(folder, tokens_max=512, ranks=LARGEST))
-    made = gangs(whole)
+    whole = join_ranks(world.options(folder, tokens_max=512, ranks=LARGEST))
+    made = worlds(whole)
     trainer = Trainer(whole)
     world.run(trainer, "load", world.load_new())
     with whole.together():

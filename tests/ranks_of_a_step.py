@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlpipe.config.training import RlConfig
 from rlpipe.trainer.batches import Microbatch
-from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.ranks import join_ranks
 from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_frozen
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
@@ -34,26 +34,26 @@ def whole_gradients(policy: Any) -> int:
 
 
 def main(folder: Path) -> None:
-    gang = join_gang(world.options(folder, tokens_max=128, ranks=2))
-    trainer = Trainer(gang)
+    ranks = join_ranks(world.options(folder, tokens_max=128, ranks=2))
+    trainer = Trainer(ranks)
     trainer.run(world.job_of("load", json.dumps(world.load_new()).encode()))
     resident = trainer.resident
     assert resident is not None
-    with gang.together():
-        data = world.batch(gang.store, f"batch-{gang.rank}", world.rollout_rows(6, 4))
-    rollouts = read_rl_batch(gang.store, data, 1)
+    with ranks.together():
+        data = world.batch(ranks.store, f"batch-{ranks.rank}", world.rollout_rows(6, 4))
+    rollouts = read_rl_batch(ranks.store, data, 1)
     settings = RlConfig.model_validate(world.RL)
-    batch = with_frozen(plan_batch(gang, resident.policy, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
-    batch = with_advantages(batch, advantages(gang, rollouts, [batch], settings))
+    batch = with_frozen(plan_batch(ranks, resident.policy, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
+    batch = with_advantages(batch, advantages(ranks, rollouts, [batch], settings))
     part, kept = loss_part(batch, settings, Gaps(), moved=False), []
 
     def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(whole_gradients(resident.policy))
         return part(microbatch, logprobs_BT, entropy_BT)
 
-    optimizer_step(gang, resident, batch, watched, StepSettings(settings, 0, 1.0, "test"))
-    if gang.rank == 0:
+    optimizer_step(ranks, resident, batch, watched, StepSettings(settings, 0, 1.0, "test"))
+    if ranks.rank == 0:
         (folder / "kept.json").write_text(
-            json.dumps({"ranks": gang.size, "microbatches": len(batch.microbatches), "kept": kept})
+            json.dumps({"ranks": ranks.size, "microbatches": len(batch.microbatches), "kept": kept})
         )
     dist.destroy_process_group()

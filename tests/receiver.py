@@ -1,4 +1,4 @@
-"""A process that joins the group of a gang as SGLang's scheduler does, is sent
+"""A process that joins the group of a trainer as SGLang's scheduler does, is sent
 tensors, and writes them as a file."""
 
 from __future__ import annotations

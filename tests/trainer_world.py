@@ -25,9 +25,9 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.store.artifacts import commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
-from rlpipe.trainer.gang import Gang, join_gang
-from rlpipe.trainer.jobs import GangJob, job_of
+from rlpipe.trainer.jobs import TrainerJob, job_of
 from rlpipe.trainer.process import TrainerOptions
+from rlpipe.trainer.ranks import Ranks, join_ranks
 from rlpipe.trainer.trainer import Trainer
 from tests.rows import CONVERSATIONS, to_parquet
 
@@ -53,11 +53,11 @@ def options(
     )  # fmt: skip
 
 
-def solo_gang(folder: Path, **changes: Any) -> Gang:
-    """A gang of one rank: this process."""
+def one_rank(folder: Path, **changes: Any) -> Ranks:
+    """A trainer of one rank: this process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    return join_gang(options(folder, **changes))
+    return join_ranks(options(folder, **changes))
 
 
 def committed(store: Store, folder: str, files: list[FileRecord], metrics: JsonDict | None = None) -> ArtifactRef:
@@ -154,11 +154,11 @@ def train(start: str, result: str, kind: str, data: ArtifactRef, changes: JsonDi
 
 
 def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
-    """What the gang does with a request."""
+    """What the trainer does with a request."""
     return do(trainer, job_of(kind, json.dumps(body).encode()))
 
 
-def do(trainer: Trainer, job: GangJob) -> JsonDict:
+def do(trainer: Trainer, job: TrainerJob) -> JsonDict:
     """One job.
 
     A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py).

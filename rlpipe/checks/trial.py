@@ -35,9 +35,9 @@ from rlpipe.checks.speed import measured_speed
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
 from rlpipe.models.checkpoint import check_weights
+from rlpipe.models.context_parallel import ContextGroup, check_context_group, use_context_group
 from rlpipe.models.folder import check_generation_config, folder_config
 from rlpipe.models.small import small_config, small_model
-from rlpipe.models.team import Team, check_team, use_team
 from rlpipe.processes.user_code import CodeRaised, Loaded, cause_of, serve, user_code
 from rlpipe.store.adapter_files import ADAPTER
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
@@ -95,7 +95,7 @@ def try_model(hello: ModelTrial) -> TrialOfModel:
             f"it has max_position_embeddings={positions}, which is less than"
             f" model.context_tokens_max={context_tokens_max}; lower model.context_tokens_max"
         )
-    check_team(config, hello.get("context_ranks", 1))
+    check_context_group(config, hello.get("context_ranks", 1))
     lm = empty_model(config)
     _try_shapes(config)
     if "folder" in hello:
@@ -137,7 +137,7 @@ def _try_shapes(config: PretrainedConfig) -> None:
         return
 
 
-class ShapesOfTeam(Team):
+class ShapesOfGroup(ContextGroup):
     """One rank of a context-parallel group whose other ranks do not exist: what it would receive
     has the right shape only.
     """
@@ -216,11 +216,13 @@ def microbatch_bytes(
     """
     try:
         with FakeTensorMode():
-            team = ShapesOfTeam(None, context_ranks, 0) if context_ranks > 1 else None
+            context = ShapesOfGroup(None, context_ranks, 0) if context_ranks > 1 else None
             # a copy: how attention is computed is written into it
-            policy = PolicyModel(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval(), team=team)
-            if team:
-                use_team(policy.lm, team)
+            policy = PolicyModel(
+                AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval(), context=context
+            )
+            if context:
+                use_context_group(policy.lm, context)
             for layer in layers_of(policy.lm) if recomputed else []:
                 recompute(layer)
             for parameter in policy.parameters():

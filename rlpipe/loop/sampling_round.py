@@ -1,6 +1,5 @@
 """One sampling round in progress: its finished groups are scored, the groups that survive the
-filters are counted, and a shard whose rollouts the environment all failed waits for the other
-shards.
+filters are counted, and each shard reports whether the environment has answered it.
 
 All of it is a cache. Stages score what it lacks, and a process that takes over a round counts the
 committed shards again.
@@ -47,8 +46,8 @@ class SamplingRound:
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
         self.key = key  # iteration, round
-        # shards whose rollouts the environment all failed, and that wait for other shards
-        self.unanswered: set[tuple[str, int, str]] = set()
+        # of each shard that is sampled: True when the environment answered one of its rollouts
+        self.answers: dict[tuple[str, int, str], bool] = {}
         self._score, self._survives, self._wanted = score, survives, wanted
         self._scores: Scores = {}
         self._waiting: SimpleQueue[_Waiting] = SimpleQueue()

@@ -41,7 +41,7 @@ from rlpipe.store.patience import working
 from rlpipe.store.retention import Retention
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import gang_place
+from rlpipe.trainer.process import trainer_place
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Session:
         engines = run.config.engines
         self._hosts = HostFinder(run, work_dir, start_service)
         self.pool = EnginePool(self._hosts.find, engines.in_flight_max, engines.progress_timeout_s)
-        client = TrainerClient(gang_place(run, work_dir, start_service))
+        client = TrainerClient(trainer_place(run, work_dir, start_service))
         memory = MemoryTurns(self.pool, self._hosts.joined, client) if engines.colocate else None
         self.trainer = TrainerSeat(client, memory, self._may_steer)
         self.tracker = Tracker(run, partial(fetch_points, run))

@@ -14,28 +14,28 @@ from dataclasses import dataclass, field
 from rlpipe.base.errors import TrainerError
 from rlpipe.loop.session import Session
 from rlpipe.store.commits import Act
-from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
-from rlpipe.trainer.jobs import ANY_JOB, GangJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
+from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
+from rlpipe.trainer.jobs import ANY_JOB, JobAnswer, LoadJob, RlJob, SaveJob, SftJob, TrainerJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
-KIND: dict[type[GangJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
+KIND: dict[type[TrainerJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
 
 # restores the position that a job starts from in the trainer
 Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
-async def send(gang: TrainerClient, job: GangJob, on_progress: OnProgress = None) -> JobAnswer:
+async def send(trainer: TrainerClient, job: TrainerJob, on_progress: OnProgress = None) -> JobAnswer:
     """Sends one job to the trainer, whatever it holds; errors as of `TrainerClient.run`."""
-    return await gang.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
+    return await trainer.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
 
 async def nothing() -> None: ...
 
 
 async def do_job(
-    session: Session, job: GangJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
+    session: Session, job: TrainerJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
 ) -> JobAnswer:
     """Does one job on the trainer, and rebuilds the trainer first when it was lost or does not hold
     the position that the job starts from. TrainerError after ATTEMPTS_MAX tries.
@@ -48,14 +48,16 @@ async def do_job(
             await before_rebuild()
         try:
             async with session.trainer.turn:
-                gang = await session.trainer.ready()
+                trainer = await session.trainer.ready()
                 if attempt:
-                    await rebuild(gang)
-                return await send(gang, job, on_progress)
-        except (NotResident, GangLost) as error:
+                    await rebuild(trainer)
+                return await send(trainer, job, on_progress)
+        except (NotResident, TrainerLost) as error:
             last = str(error)
             log.log(
-                logging.WARNING if attempt or isinstance(error, GangLost) else logging.INFO, "%s: rebuilding it", error
+                logging.WARNING if attempt or isinstance(error, TrainerLost) else logging.INFO,
+                "%s: rebuilding it",
+                error,
             )
     raise TrainerError(
         f"{KIND[type(job)]} failed {ATTEMPTS_MAX} times because the trainer was lost; its log:"
@@ -84,12 +86,12 @@ class Upload:
         """
         if self._is_done:
             return
-        for _ in range(2 * ATTEMPTS_MAX):  # twice: GangLost first, then the new trainer answers NotResident
+        for _ in range(2 * ATTEMPTS_MAX):  # twice: TrainerLost first, then the new trainer answers NotResident
             try:
                 await self.session.trainer.client.run("upload", {"attempt": self.job.attempt})
                 self._is_done = True
                 return
-            except GangLost as error:
+            except TrainerLost as error:
                 log.warning("%s", error)
             except NotResident as error:
                 log.warning(
@@ -102,10 +104,10 @@ class Upload:
         async with self.session.trainer.turn:
             self._check_memory()
             try:
-                gang = await self.session.trainer.ready()
-                await self.rebuild(gang)
-                again = await send(gang, self.job)
-            except (GangLost, NotResident) as error:
+                trainer = await self.session.trainer.ready()
+                await self.rebuild(trainer)
+                again = await send(trainer, self.job)
+            except (TrainerLost, NotResident) as error:
                 log.warning("%s", error)
                 return
         if any(again[name] != self.answer[name] for name in ("policy", "state", "gap")):

@@ -221,7 +221,7 @@ class Registration:
 
 
 class RunService(Protocol):
-    """A service that `serve` keeps registered: HostService, GangService."""
+    """A service that `serve` keeps registered: HostService, TrainerService."""
 
     registration: Registration
 

@@ -56,7 +56,7 @@ async def generate(
         generate.key(session, iteration=iteration, round_index=round_index, shard=index) for index in range(len(shards))
     ]
     sampling_round = round_at_work(session, (iteration, round_index), num_kept)
-    sampling_round.unanswered.discard(keys[shard])
+    sampling_round.answers.pop(keys[shard], None)
     shard_groups = groups[shards[shard].start : shards[shard].stop]
     requests = [_request(session, group, iteration, round_index) for group in shard_groups]
     version = session.config.rl.sampled_by(iteration)
@@ -175,45 +175,42 @@ async def _check_answered(
     `keys`: all shards of the round.
 
     A shard in which the environment failed some rollouts and answered none waits until another
-    shard of its round has committed a rollout that the environment answered. So each committed
-    round has a rollout that can be scored, and while the environment works for no rollout, none is
-    committed. UserError when it has answered no rollout of the round. EngineError when the other
-    shards do not end: none within `rl.turns_max` times `engines.progress_timeout_s` after the last
-    token of any engine.
+    shard of its round reports a rollout that the environment answered. So each round whose shards
+    are all committed has a rollout that can be scored. UserError when the environment has answered
+    no rollout of the round. EngineError when the other shards do not end: none reports within
+    `rl.turns_max` times `engines.progress_timeout_s` after the last token of any engine.
     """
     key, faults = keys[shard], Counter(rollout.environment.fault for rollout in rollouts if rollout.environment)
+    sampling_round.answers[key] = _any_answered(rollouts)
     del faults[""]
-    if not faults or _any_answered(rollouts):
+    if not faults or sampling_round.answers[key]:
         return
     log.warning(
         "%s: the environment has failed in every rollout that it answered, %s; waiting for the other shards",
         key.stage,
         dict(faults),
     )
-    sampling_round.unanswered.add(key)
-    patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
-    since, waiting = time.monotonic(), [other for other in keys if other != key]
-    while time.monotonic() < max(since, session.pool.heard_at) + patience_s:
-        session.check_open()
-        for other in list(waiting):
+    for other in keys:  # an earlier process may have committed it
+        if other not in sampling_round.answers and session.run.artifact(*other):
             groups = await asyncio.to_thread(committed_groups, session, other)
-            if any(_any_answered(group) for group in groups):
-                return
-            if groups:
-                waiting.remove(other)
-                since = time.monotonic()
-        if all(other in sampling_round.unanswered for other in waiting):
+            sampling_round.answers.setdefault(other, any(map(_any_answered, groups)))
+    patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
+    since, answers = time.monotonic(), sampling_round.answers
+    while not any(answers.values()):
+        session.check_open()
+        if len(answers) == len(keys):
             raise UserError(
                 f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault;"
                 f" {key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says"
                 " which). These rollouts are not committed. Mend the environment or agent and start again: they are"
                 " sampled again"
             )
+        if time.monotonic() > max(since, session.pool.heard_at) + patience_s:
+            raise EngineError(
+                f"{key.stage}: the environment has failed in every rollout that it answered, and no other shard ended"
+                f" in {patience_s:g} s"
+            )
         await asyncio.sleep(POLL_S)
-    raise EngineError(
-        f"{key.stage}: the environment has failed in every rollout that it answered, and no other shard ended in"
-        f" {patience_s:g} s"
-    )
 
 
 def _any_answered(rollouts: Group) -> bool:

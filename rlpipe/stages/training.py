@@ -152,9 +152,9 @@ async def save_job(
     """
     phase = job.kind
 
-    async def rebuild(gang: TrainerClient) -> None:
-        await replay(session.run, phase, iteration, gang)
-        await send(gang, job)
+    async def rebuild(trainer: TrainerClient) -> None:
+        await replay(session.run, phase, iteration, trainer)
+        await send(trainer, job)
 
     beside = [stage for stage, wanted in (("state", with_state), ("gap", phase == "rl")) if wanted]
     folders = {stage: session.run.folder(phase, iteration, stage) for stage in beside}
@@ -218,7 +218,7 @@ async def save(
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 
-async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> None:
+async def replay(run: Run, phase: str, iteration: int, trainer: TrainerClient) -> None:
     """Restores the start of `iteration` in the trainer: loads the newest state before it and trains
     on the stored batches since.
     """
@@ -229,9 +229,9 @@ async def replay(run: Run, phase: str, iteration: int, gang: TrainerClient) -> N
     adapter = new_adapter(run.config) if policy else None
     load = LoadJob(position(run, phase, newest), new=None, policy=policy, state=state, adapter=adapter)
     log.info("trainer: loading %s, then replaying %d iterations", load.position, iteration - 1 - newest)
-    warn_of_differences(load.position, (await send(gang, load))["differs"])
+    warn_of_differences(load.position, (await send(trainer, load))["differs"])
     for replayed in range(newest + 1, iteration):
-        await send(gang, rl_job(run, replayed, run.record(replayed).artifact("batch")))
+        await send(trainer, rl_job(run, replayed, run.record(replayed).artifact("batch")))
 
 
 @functools.cache

@@ -16,25 +16,25 @@ from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PR
 from rlpipe.store.documents import sealed
 from rlpipe.store.policy_files import base_of
 from rlpipe.trainer.documents import json_bytes
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import adapter_rows, fill
 from rlpipe.trainer.publishing import publish_bytes
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident
 
 
-def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:
+def save_adapter(ranks: Ranks, resident: Resident, folder: Path, documents: dict[str, bytes]) -> list[FileRecord]:
     """Publishes in a folder the adapter in peft's format, in the dtype of the forward pass, the
     reference to its base, and the documents. Returns the records on rank 0.
     """
-    adapted, dtype = resident.policy.adapted, getattr(torch, gang.options.dtype)
+    adapted, dtype = resident.policy.adapted, getattr(torch, ranks.options.dtype)
     assert adapted is not None, "the policy is whole"
     # gathered by all ranks; cloned, as with one rank they are views of the live weights
     whole = {
         PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()
     }
     records: list[FileRecord] = []
-    with gang.together():
-        if gang.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             config = config_document(adapted.settings, target_names(resident.policy.lm))
             beside = {
                 ADAPTER_WEIGHTS: save(whole, metadata={"format": "pt"}),
@@ -45,7 +45,7 @@ def save_adapter(gang: Gang, resident: Resident, folder: Path, documents: dict[s
     return records
 
 
-def adapter_of_reference(gang: Gang, resident: Resident, ref: ArtifactRef) -> list[Tensor]:
+def adapter_of_reference(ranks: Ranks, resident: Resident, ref: ArtifactRef) -> list[Tensor]:
     """This rank's rows of the adapter with which the policy in training equals the policy `ref`;
     zeros (the adapter is off) where `ref` is its base.
 
@@ -54,12 +54,12 @@ def adapter_of_reference(gang: Gang, resident: Resident, ref: ArtifactRef) -> li
     adapted, rows = resident.policy.adapted, None
     if adapted is None:
         return []
-    with gang.together():
+    with ranks.together():
         if ref != adapted.base:
-            if base_of(gang.store, ref) != adapted.base:
+            if base_of(ranks.store, ref) != adapted.base:
                 return []
-            rows = adapter_rows(gang, ref)
+            rows = adapter_rows(ranks, ref)
         tensors = [torch.zeros_like(shard, requires_grad=False) for shard in resident.shards.values()]
         if rows is not None:
-            fill(gang, resident.policy.trained(), tensors, rows)
+            fill(ranks, resident.policy.trained(), tensors, rows)
     return tensors

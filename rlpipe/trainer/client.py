@@ -19,7 +19,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.records.sending import Sender
 from rlpipe.services.calls import http_call, json_of, new_session
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, JobAnswer
-from rlpipe.trainer.process import GangPlace, GangProcess
+from rlpipe.trainer.process import TrainerPlace, TrainerProcesses
 
 log = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 7200.0
@@ -33,7 +33,7 @@ class NotResident(TrainerError):
     """
 
 
-class GangLost(TrainerError):
+class TrainerLost(TrainerError):
     """The trainer died during a job; it has been restarted and has nothing resident."""
 
 
@@ -42,7 +42,7 @@ class TrainerClient:
     once.
     """
 
-    def __init__(self, place: GangPlace) -> None:
+    def __init__(self, place: TrainerPlace) -> None:
         self.place = place
         self.session: aiohttp.ClientSession | None = None
         self.url = ""
@@ -58,17 +58,17 @@ class TrainerClient:
         """True when the trainer serves the files that it has published to other nodes; False for
         child processes of this process.
         """
-        return not isinstance(self.place, GangProcess)
+        return not isinstance(self.place, TrainerProcesses)
 
     def sender(self, position: str) -> Sender:
         """The address for engines that receive the policy at `position` from the trainer's memory;
         valid while that policy is resident.
         """
-        return Sender(self.url, position, self.place.key if isinstance(self.place, GangProcess) else "")
+        return Sender(self.url, position, self.place.key if isinstance(self.place, TrainerProcesses) else "")
 
     async def start(self) -> None:
         """Starts the trainer, or finds a running one, and waits until it answers."""
-        assert self.session is None, "the gang runs already"
+        assert self.session is None, "the trainer runs already"
         self.url = await self.place.start()
         self.session = new_session()
 
@@ -77,9 +77,9 @@ class TrainerClient:
     ) -> JobAnswer:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
-        NotResident when the trainer has another position, GangLost when it died (and was restarted,
-        with nothing resident), StepRefused when a step would be non-finite, OSError when the store
-        could not be reached, TrainerError past JOB_TIMEOUT_S.
+        NotResident when the trainer has another position, TrainerLost when it died (and was
+        restarted, with nothing resident), StepRefused when a step would be non-finite, OSError when
+        the store could not be reached, TrainerError past JOB_TIMEOUT_S.
         """
         deadline = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -116,7 +116,7 @@ class TrainerClient:
         if not self.started and (url := await self.place.running()):
             self.url, self.session = url, new_session()
         if self.started:
-            with contextlib.suppress(GangLost):
+            with contextlib.suppress(TrainerLost):
                 await self.run("offload", {"kind": "offload"})
 
     async def _post(self, job: str, body: Mapping[str, object], times_lost: int) -> tuple[int, JsonDict]:
@@ -128,7 +128,7 @@ class TrainerClient:
         except ConnectionError as error:
             raise await self._lost(job, f"node 0 does not answer ({error})", times_lost) from error
 
-    async def _lost(self, job: str, why: str, times_lost: int) -> GangLost:
+    async def _lost(self, job: str, why: str, times_lost: int) -> TrainerLost:
         """Restarts the trainer, once for all jobs that wait for it; returns the error to raise.
 
         TrainerError, which names the job that was lost, when the trainer does not start again.
@@ -144,7 +144,7 @@ class TrainerClient:
                     raise TrainerError(f"{error}\nThe trainer was lost while doing {job}: {why}") from error
                 self._times_lost += 1
                 log.warning("the trainer runs again, and holds no weights yet")
-        return GangLost(f"the trainer was lost while doing {job}: {why}")
+        return TrainerLost(f"the trainer was lost while doing {job}: {why}")
 
     async def close(self) -> None:
         await self.place.close()

@@ -18,9 +18,9 @@ import torch
 from rlpipe.base.values import Metrics
 from rlpipe.models.causal import expert_layers
 from rlpipe.models.flex import uses_flex
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Text, text_pairs, text_tokens
+from rlpipe.trainer.ranks import Ranks
 
 # dense TFLOP/s in bfloat16, and in float32 without TF32, by the makers' data sheets; all words are
 # in the name that the driver gives
@@ -115,12 +115,12 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return None if teras is None else 1e12 * teras
 
 
-def mfu(gang: Gang, seconds: float, done: list[tuple[PolicyModel, Work, int]]) -> Metrics:
+def mfu(ranks: Ranks, seconds: float, done: list[tuple[PolicyModel, Work, int]]) -> Metrics:
     """The metric `train/mfu`. `done`: (policy, work, its number of forward passes).
 
     Empty where the peak or the FLOPs are not known.
     """
-    peak, whole = peak_flops(gang.device, gang.options.dtype), 0.0
+    peak, whole = peak_flops(ranks.device, ranks.options.dtype), 0.0
     if peak is None or seconds <= 0:
         return {}
     for policy, work, passes in done:
@@ -128,4 +128,4 @@ def mfu(gang: Gang, seconds: float, done: list[tuple[PolicyModel, Work, int]]) -
         if one is None:
             return {}
         whole += passes * one
-    return {"train/mfu": whole / (seconds * peak * gang.size)}
+    return {"train/mfu": whole / (seconds * peak * ranks.size)}

@@ -17,11 +17,11 @@ from rlpipe.base.references import FileRecord
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, RlBatch
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.publishing import publish_bytes
+from rlpipe.trainer.ranks import Ranks
 
 
-def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
+def of_whole_batch(ranks: Ranks, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]]) -> Tensor:
     """Joins values_BT of all microbatches of all ranks to [N], float32 on the host, on all ranks;
     each context-parallel group fills in its own part. A collective.
     """
@@ -31,7 +31,7 @@ def of_whole_batch(gang: Gang, lengths_B: np.ndarray, parts: Iterable[tuple[Micr
         own = microbatch.scored(values_BT).cpu().split([int(lengths_B[row]) for row in microbatch.rows])
         for row, values in zip(microbatch.rows, own, strict=True):
             values_N[ends_B[row] - len(values) : ends_B[row]] = values
-    return gang.join(gang.once(values_N))
+    return ranks.join(ranks.once(values_N))
 
 
 class Gaps:
@@ -52,7 +52,7 @@ class Gaps:
         self._rows += microbatch.rows
         self._gaps.append(microbatch.scored(gap_BT))
 
-    def gathered(self, gang: Gang, rollouts: RlBatch) -> list[TokenGaps]:
+    def gathered(self, ranks: Ranks, rollouts: RlBatch) -> list[TokenGaps]:
         """Gathers on rank 0 the gaps of each rollout of the batch, in its order; returns an empty
         list on the other ranks. Branches of a rollout have none. A collective.
         """
@@ -60,10 +60,10 @@ class Gaps:
             torch.tensor(self._rows, dtype=torch.int64),
             torch.cat(self._gaps).cpu().half() if self._gaps else torch.zeros(0).half(),
         )
-        if gang.team and gang.team.rank:  # all ranks of a context-parallel group have the same
+        if ranks.context and ranks.context.rank:  # all ranks of a context-parallel group have the same
             rows, gaps = rows[:0], gaps[:0]
         gap_of_row: dict[int, np.ndarray] = {}
-        for rows_of_rank, gaps_of_rank in zip(gang.to_first(rows), gang.to_first(gaps), strict=True):
+        for rows_of_rank, gaps_of_rank in zip(ranks.to_first(rows), ranks.to_first(gaps), strict=True):
             parts = gaps_of_rank.split(rollouts.lengths_B[rows_of_rank.numpy()].tolist())
             gap_of_row.update(zip(rows_of_rank.tolist(), (part.numpy() for part in parts), strict=True))
         # own_B: true at the first row of each rollout
@@ -72,16 +72,16 @@ class Gaps:
         return [
             TokenGaps(int(group), int(index), gap_of_row.get(row, none))
             for row, (group, index, own) in enumerate(places)
-            if own and not gang.rank
+            if own and not ranks.rank
         ]
 
 
-def save_gaps(gang: Gang, gaps: list[TokenGaps] | None, folder: str, attempt: str) -> list[FileRecord]:
+def save_gaps(ranks: Ranks, gaps: list[TokenGaps] | None, folder: str, attempt: str) -> list[FileRecord]:
     """Publishes the gaps of an iteration; returns their record on rank 0."""
     assert gaps is not None, "the gaps of an iteration that was loaded, not trained"
     records: list[FileRecord] = []
-    with gang.together():
-        if gang.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             table = to_table(gaps, TokenGaps)
-            records.append(publish_bytes(gang.published / folder / attempt, "gap.parquet", to_parquet(table)))
+            records.append(publish_bytes(ranks.published / folder / attempt, "gap.parquet", to_parquet(table)))
     return records

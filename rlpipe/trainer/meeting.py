@@ -18,8 +18,8 @@ from types import TracebackType
 from torch._C._distributed_c10d import TCPStore
 
 from rlpipe.base.errors import StoreError
-from rlpipe.trainer.gang import DATA_TIMEOUT, Gang
 from rlpipe.trainer.launcher import LISTENER_VARIABLE
+from rlpipe.trainer.ranks import DATA_TIMEOUT, Ranks
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -57,8 +57,8 @@ class Sent:
     the store has all files. Called once per save, on each node.
     """
 
-    def __init__(self, gang: Gang) -> None:
-        self._nodes, self._node, self._saves = gang.nodes, gang.node, 0
+    def __init__(self, ranks: Ranks) -> None:
+        self._nodes, self._node, self._saves = ranks.nodes, ranks.node, 0
         self._store = _meeting_point()
 
     def __call__(self, fault: BaseException | None) -> None:
@@ -93,11 +93,11 @@ class Pulse:
     `lost`: called with the reason why the trainer cannot go on; it ends this process.
     """
 
-    def __init__(self, gang: Gang, meeting: TCPStore, lost: Callable[[str], None]) -> None:
-        self._gang, self._store, self._lost, self._beats = gang, meeting, lost, 0
+    def __init__(self, ranks: Ranks, meeting: TCPStore, lost: Callable[[str], None]) -> None:
+        self._ranks, self._store, self._lost, self._beats = ranks, meeting, lost, 0
         self._beat()
-        self._places = gang.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
-        self._heard = [(b"", time.monotonic())] * gang.size
+        self._places = ranks.gather([int(os.environ["GROUP_RANK"]), socket.gethostname()])
+        self._heard = [(b"", time.monotonic())] * ranks.size
 
     def nodes(self) -> list[dict[str, object]]:
         """All nodes, with their ranks and the most seconds for which one of these has been
@@ -115,7 +115,7 @@ class Pulse:
         """The nodes with a rank that has been silent for longer than `seconds`, as text; empty
         without one.
         """
-        silent = {rank: self._silent_s(rank) for rank in range(self._gang.size) if self._silent_s(rank) > seconds}
+        silent = {rank: self._silent_s(rank) for rank in range(self._ranks.size) if self._silent_s(rank) > seconds}
         names = [
             f"node {self._places[rank][0]} ({self._places[rank][1]}): rank {rank} has been silent for"
             f" {silent[rank]:.0f} s"
@@ -131,16 +131,16 @@ class Pulse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            log.error("rank %d failed", self._gang.rank, exc_info=error)
+            log.error("rank %d failed", self._ranks.rank, exc_info=error)
             # rank 0 ends first: when one rank ends, the launcher ends the other ranks of its node
-            time.sleep(LAST_WORDS_S * (1 if self._gang.rank == 0 else 2) if self._gang.size > 1 else 0)
-            self._lost(self.silent(SILENT_S) or f"rank {self._gang.rank} failed: {error!r:.300}")
+            time.sleep(LAST_WORDS_S * (1 if self._ranks.rank == 0 else 2) if self._ranks.size > 1 else 0)
+            self._lost(self.silent(SILENT_S) or f"rank {self._ranks.rank} failed: {error!r:.300}")
 
     def _run(self) -> None:
         try:
             while True:
                 self._beat()
-                if self._gang.rank == 0:
+                if self._ranks.rank == 0:
                     self._listen()
                 time.sleep(BEAT_S)
         except RuntimeError as error:
@@ -148,14 +148,14 @@ class Pulse:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"rlpipe/beat/{self._gang.rank}", str(self._beats))
+        self._store.set(f"rlpipe/beat/{self._ranks.rank}", str(self._beats))
 
     def _listen(self) -> None:
-        beats = self._store.multi_get([f"rlpipe/beat/{rank}" for rank in range(self._gang.size)])
+        beats = self._store.multi_get([f"rlpipe/beat/{rank}" for rank in range(self._ranks.size)])
         for rank, beat in enumerate(beats):
             if beat != self._heard[rank][0]:
                 self._heard[rank] = (beat, time.monotonic())
-        if silent := self.silent(self._gang.options.silent_s_max):
+        if silent := self.silent(self._ranks.options.silent_s_max):
             self._lost(silent)
 
     def _silent_s(self, rank: int) -> float:

@@ -29,18 +29,18 @@ from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
+from rlpipe.models.context_parallel import ContextGroup, use_context_group, uses_context_group
 from rlpipe.models.flex import own_attention, uses_flex
 from rlpipe.models.fused import as_written
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import AttentionMask, Masks
-from rlpipe.models.team import Team, use_team, uses_team
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapted, adapter_of
 from rlpipe.store.artifacts import Blocks, check_file, read_manifest, read_range
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import AdapterPolicy, stored_policy
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import NewAdapter
 from rlpipe.trainer.packing import BRANCHES
+from rlpipe.trainer.ranks import Ranks
 
 # (tensor's name in the module, whole shape, first row, end row) -> those rows
 ReadRows = Callable[[str, list[int], int, int], Tensor]
@@ -53,10 +53,10 @@ class PolicyModel(nn.Module):
     within the forward pass.
     """
 
-    def __init__(self, lm: Any, adapted: Adapted | None = None, team: Team | None = None) -> None:
+    def __init__(self, lm: Any, adapted: Adapted | None = None, context: ContextGroup | None = None) -> None:
         super().__init__()
         self.lm = lm
-        self.team = team  # the context-parallel group; None without one
+        self.context = context  # the context-parallel group; None without one
         self.adapted = adapted  # the adapter's settings and base; None without an adapter
         vocab_size = lm.config.get_text_config().vocab_size
         self.chunk, self.kept = chunk_size(vocab_size), chunk_size(vocab_size, LOGITS_KEPT)
@@ -77,33 +77,35 @@ class PolicyModel(nn.Module):
         `source_N`. All ranks of a context-parallel group pass the same arguments and get the same
         result.
         """
-        team, length, count, place_M = (
-            self.team if uses_team(self.lm) else None,
+        context, length, count, place_M = (
+            self.context if uses_context_group(self.lm) else None,
             tokens_RL.shape[1],
             len(target_N),
             None,
         )
-        if team:
-            tokens_RL, positions_RL, branch_RL = team.filled(tokens_RL, positions_RL, branch_RL)
-        mask = self._mask(positions_RL, branch_RL, team)
-        if team:
-            own = team.slice(tokens_RL, positions_RL, source_N, target_N, length)
+        if context:
+            tokens_RL, positions_RL, branch_RL = context.filled(tokens_RL, positions_RL, branch_RL)
+        mask = self._mask(positions_RL, branch_RL, context)
+        if context:
+            own = context.slice(tokens_RL, positions_RL, source_N, target_N, length)
             tokens_RL, positions_RL, place_M = own.tokens_RS, own.positions_RS, own.place_M
             source_N, target_N = own.source_M, own.target_M
         with self.experts.counting(source_N):
             hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
         how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
         parts = chunked_logprobs(hidden_NH, target_N, self._project, **how)
-        return parts if team is None or place_M is None else team.joined(parts, place_M, count)
+        return parts if context is None or place_M is None else context.joined(parts, place_M, count)
 
-    def _mask(self, positions_RL: Tensor, branch_RL: Tensor | None, team: Team | None) -> AttentionMask | None:
+    def _mask(
+        self, positions_RL: Tensor, branch_RL: Tensor | None, context: ContextGroup | None
+    ) -> AttentionMask | None:
         """The attention mask to pass to the model; None where the model makes its own, or needs
         none. A model that has only a slice of each row cannot make the mask of whole rows.
         """
-        if branch_RL is None and not team and not uses_flex(self.lm):
+        if branch_RL is None and not context and not uses_flex(self.lm):
             return None
         masks = Masks(self.lm)
-        if branch_RL is None and not uses_flex(self.lm) and masks.whole and team and team.is_single(positions_RL):
+        if branch_RL is None and not uses_flex(self.lm) and masks.whole and context and context.is_single(positions_RL):
             return None  # the causal kernel needs none
         return masks.of_rows(positions_RL, branch_RL, BRANCHES)
 
@@ -145,7 +147,7 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def build_policy(
-    gang: Gang, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
+    ranks: Ranks, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
 ) -> PolicyModel:
     """Builds the sharded policy with fp32 master weights; each rank reads only its own rows.
 
@@ -154,7 +156,7 @@ def build_policy(
     """
     lm: Any = None
     read_rows: ReadRows | None = None
-    with gang.together():
+    with ranks.together():
         lm = empty_model(config)
         if odd := [name for name, parameter in lm.named_parameters() if parameter.ndim == 0]:
             raise UserError(
@@ -162,14 +164,14 @@ def build_policy(
                 " sharded"
             )
         read_rows = weights(lm)
-        if gang.team is not None:
-            use_team(lm, gang.team)
+        if ranks.context is not None:
+            use_context_group(lm, ranks.context)
         # after `read_rows`: the files have the names of the model without it
         if adapted is not None:
             put_adapter(lm, adapted.settings)
         use_fast_linears(lm)
     assert read_rows is not None, "an error is raised"
-    policy, dtype = PolicyModel(lm, adapted, gang.team), getattr(torch, gang.options.dtype)
+    policy, dtype = PolicyModel(lm, adapted, ranks.context), getattr(torch, ranks.options.dtype)
     if frozen:
         policy.requires_grad_(False)
     for parameter in policy.parameters() if frozen or adapted else []:
@@ -177,15 +179,15 @@ def build_policy(
             parameter.data = parameter.data.to(dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers_of(lm):
-        if gang.options.trainer.activation_checkpointing:
+        if ranks.options.trainer.activation_checkpointing:
             recompute(layer)
-        fully_shard(layer, mesh=gang.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=gang.mesh, mp_policy=precision)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "plain_logprobs")
-    policy.to_empty(device=gang.device)
-    with gang.together(), torch.no_grad():
+    policy.to_empty(device=ranks.device)
+    with ranks.together(), torch.no_grad():
         restore_buffers(lm)
-        fill(gang, policy.shards(), [parameter.to_local() for _, parameter in policy.shards()], read_rows)
+        fill(ranks, policy.shards(), [parameter.to_local() for _, parameter in policy.shards()], read_rows)
         for name, buffer in policy.kept_buffers().items():
             buffer.copy_(read_rows(name, [*buffer.shape], 0, len(buffer) if buffer.ndim else 1))
     return policy
@@ -210,10 +212,12 @@ def recompute(layer: nn.Module) -> None:
     layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def fill(gang: Gang, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows) -> None:
+def fill(
+    ranks: Ranks, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows
+) -> None:
     """Reads this rank's rows of parameters, or of a moment of each, into `tensors`."""
     for (name, parameter), tensor in zip(parameters, tensors, strict=True):
-        start, end = row_range(parameter.shape[0], gang.part, gang.parts)
+        start, end = row_range(parameter.shape[0], ranks.part, ranks.parts)
         assert tensor.shape[0] == end - start, f"{name}: this rank has {tensor.shape[0]} rows, not {start} to {end}"
         tensor.copy_(read_rows(name, [*parameter.shape], start, end))
 
@@ -236,15 +240,15 @@ def new_weights(config: PretrainedConfig, seed: int, lm: Any) -> ReadRows:
 
 
 def load_policy(
-    gang: Gang, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
+    ranks: Ranks, ref: ArtifactRef, frozen: bool = False, new: NewAdapter | None = None
 ) -> tuple[PolicyModel, PretrainedConfig, JsonDict]:
     """Loads a policy from the store; returns it, its config and its generation config. `frozen`:
     see `build_policy`. `new`: the adapter to add to a policy without one.
     """
     adapted, weights = Adapted(new.settings, ref) if new else None, None
-    rebuilt = _rebuilt(gang, ref)
-    with gang.together():
-        stored = stored_policy(gang.store, ref)
+    rebuilt = _rebuilt(ranks, ref)
+    with ranks.together():
+        stored = stored_policy(ranks.store, ref)
         named = "config.json", "generation_config.json", ADAPTER_CONFIG
         documents = {name: json.loads(stored.read(name)) for name in named if name in stored.files}
         if "config.json" not in documents:
@@ -253,22 +257,22 @@ def load_policy(
         if isinstance(stored, AdapterPolicy):
             settings = adapter_of(f"{ref.folder}/{ADAPTER_CONFIG}", documents.get(ADAPTER_CONFIG, {}))
             adapted = Adapted(settings, stored.base)
-            weights = with_adapter(whole_weights(gang, stored.base), adapter_rows(gang, ref))
+            weights = with_adapter(whole_weights(ranks, stored.base), adapter_rows(ranks, ref))
         else:
-            weights = whole_weights(gang, ref, rebuilt)
+            weights = whole_weights(ranks, ref, rebuilt)
             weights = with_adapter(weights, functools.partial(new_adapter_rows, new.seed)) if new else weights
     assert weights is not None, "an error is raised"
     generation_config = (
         documents.get("generation_config.json") or GenerationConfig.from_model_config(config).to_diff_dict()
     )
-    policy = build_policy(gang, config, weights, frozen, adapted)
+    policy = build_policy(ranks, config, weights, frozen, adapted)
     if rebuilt is not None:
         # all ranks have read it; another rank of this node may delete it first
         shutil.rmtree(rebuilt, ignore_errors=True)
     return policy, config, generation_config
 
 
-def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
+def _rebuilt(ranks: Ranks, ref: ArtifactRef) -> Path | None:
     """The folder on this node's disk with the whole, verified files of a policy that is stored as a
     delta; None for a policy that is stored whole.
     """
@@ -277,22 +281,22 @@ def _rebuilt(gang: Gang, ref: ArtifactRef) -> Path | None:
         os.environ.get("LOCAL_RANK", "0") == "0",
         True,
     ):  # one rank of a node writes them, then the other ranks find them
-        with gang.together():
-            if is_turn and stored_policy(gang.store, ref).is_rebuilt:
-                folder = materialise(gang.store, ref, gang.scratch("policies"))
+        with ranks.together():
+            if is_turn and stored_policy(ranks.store, ref).is_rebuilt:
+                folder = materialise(ranks.store, ref, ranks.scratch("policies"))
     return folder
 
 
-def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
+def whole_weights(ranks: Ranks, ref: ArtifactRef, rebuilt: Path | None = None) -> Weights:
     """Returns the function that reads the weights of a whole policy, from the store or from the
     folder `rebuilt`. A collective: the ranks share the hashing of the policy's files.
     """
-    files = [file for name, file in stored_policy(gang.store, ref).files.items() if name.endswith(".safetensors")]
+    files = [file for name, file in stored_policy(ranks.store, ref).files.items() if name.endswith(".safetensors")]
     if rebuilt is None:
-        check_share(gang, ref.folder, files)
+        check_share(ranks, ref.folder, files)
 
     def rows(lm: Any) -> ReadRows:
-        in_store = (stored_file(gang, ref.folder, file) for file in files)
+        in_store = (stored_file(ranks, ref.folder, file) for file in files)
         checkpoint = Checkpoint(ref.folder, local_files(rebuilt) if rebuilt else [*in_store], lm)
         # before memory is allocated for the shapes of config.json
         if faults := checkpoint.faults():
@@ -302,13 +306,13 @@ def whole_weights(gang: Gang, ref: ArtifactRef, rebuilt: Path | None = None) -> 
     return rows
 
 
-def adapter_rows(gang: Gang, ref: ArtifactRef) -> ReadRows:
+def adapter_rows(ranks: Ranks, ref: ArtifactRef) -> ReadRows:
     """Returns the function that reads the matrices of a stored adapter, fp32. A collective, as
     `whole_weights`.
     """
-    record = read_manifest(gang.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
-    check_share(gang, ref.folder, [record])
-    file = stored_file(gang, ref.folder, record)
+    record = read_manifest(ranks.store, ref.folder, ref.sha256).file(ADAPTER_WEIGHTS)
+    check_share(ranks, ref.folder, [record])
+    file = stored_file(ranks, ref.folder, record)
 
     def rows(name: str, shape: list[int], start: int, end: int) -> Tensor:
         if file.shapes.get(PREFIX + name) != shape:
@@ -332,17 +336,17 @@ def with_adapter(weights: Weights, of_adapter: ReadRows) -> Weights:
     return rows
 
 
-def check_share(gang: Gang, folder: str, files: list[FileRecord]) -> None:
+def check_share(ranks: Ranks, folder: str, files: list[FileRecord]) -> None:
     """Hashes files without known blocks whole, each on one rank, so that all ranks together read
     each file once. StoreError for a file that is not what its record says.
     """
-    for file in files[gang.rank :: gang.size]:
-        check_file(gang.store, folder, file)
+    for file in files[ranks.rank :: ranks.size]:
+        check_file(ranks.store, folder, file)
 
 
-def stored_file(gang: Gang, folder: str, file: FileRecord, blocks: Blocks | None = None) -> TensorFile:
+def stored_file(ranks: Ranks, folder: str, file: FileRecord, blocks: Blocks | None = None) -> TensorFile:
     """A file of weights in the store that is read in parts (range requests), each verified by
     `blocks`.
     """
-    read = functools.partial(read_range, gang.store, folder, file, blocks)
-    return ranged_file(gang.store.address(f"{folder}/{file.name}"), file.bytes, read)
+    read = functools.partial(read_range, ranks.store, folder, file, blocks)
+    return ranged_file(ranks.store.address(f"{folder}/{file.name}"), file.bytes, read)

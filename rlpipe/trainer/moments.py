@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.operational import PART_BYTES, PARTS_HERE
-from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 128  # in numbers; the alignment of torch's own allocations on a GPU
@@ -40,18 +40,18 @@ class AwayMoments:
     there is no room for them.
     """
 
-    def __init__(self, gang: Gang, shards: Sequence[nn.Parameter]) -> None:
-        self._device = gang.device
+    def __init__(self, ranks: Ranks, shards: Sequence[nn.Parameter]) -> None:
+        self._device = ranks.device
         self._file: mmap.mmap | None = None
         of_parts = parts_of(shards)
         sizes = [sum(map(_room, part)) for part in of_parts]
         homes: Sequence[Tensor] = []
-        with gang.together():
+        with ranks.together():
             try:
-                if gang.device.type == "cuda":
+                if ranks.device.type == "cuda":
                     homes = [torch.zeros(size, pin_memory=True) for size in sizes]
                 else:
-                    self._file = _mapped(gang, 4 * max(1, sum(sizes)))
+                    self._file = _mapped(ranks, 4 * max(1, sum(sizes)))
                     homes = torch.frombuffer(self._file, dtype=torch.float32)[: sum(sizes)].split(sizes)
             except (RuntimeError, OSError) as error:
                 raise UserError(
@@ -59,7 +59,7 @@ class AwayMoments:
                     f"({error!s:.200}); use more ranks, or trainer.offload = 'none'"
                 ) from error
         self._parts = [Part(part, home) for part, home in zip(of_parts, homes, strict=True)]
-        self._come, self._go = _Way(gang.device), _Way(gang.device)
+        self._come, self._go = _Way(ranks.device), _Way(ranks.device)
 
     def entries(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """The moments of every shard, in the memory that they have between updates."""
@@ -134,12 +134,12 @@ def _entries(part: Part, flat: Tensor) -> dict[nn.Parameter, dict[str, Tensor]]:
     return entries
 
 
-def _mapped(gang: Gang, num_bytes: int) -> mmap.mmap:
+def _mapped(ranks: Ranks, num_bytes: int) -> mmap.mmap:
     """Maps a file of zeros in the node's scratch; it is deleted when this process ends.
 
     OSError when the disk is full.
     """
-    with tempfile.TemporaryFile(dir=gang.scratch("moments")) as file:
+    with tempfile.TemporaryFile(dir=ranks.scratch("moments")) as file:
         # not a sparse file: that would kill this process later, when the disk is full
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)

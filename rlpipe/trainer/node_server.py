@@ -54,7 +54,7 @@ class NodeServer:
     def __init__(self, options: TrainerOptions, uploads: Uploads) -> None:
         self.uploads = uploads
         self._key = service_key()
-        assert self._key or options.host in LOOPBACK, f"{options.host}: a gang that others can reach needs a key"
+        assert self._key or options.host in LOOPBACK, f"{options.host}: a trainer that others can reach needs a key"
         self._listener = socket.create_server((options.host, options.port), backlog=CONNECTIONS_MAX)
         self.address = self._listener.getsockname()
 

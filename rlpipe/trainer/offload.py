@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rlpipe.models.storage import bytes_of, free, storages_of
-from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Offloaded:
 
 
 @torch.no_grad()
-def offload(gang: Gang, tensors: Iterable[Tensor]) -> Offloaded:
+def offload(ranks: Ranks, tensors: Iterable[Tensor]) -> Offloaded:
     """Moves the storages of `tensors` off the device and frees them there.
 
     StoreError, on all ranks and with nothing moved, when the disk is full.
     """
-    pieces, path = storages_of(tensors), gang.scratch("offload") / f"rank-{gang.rank}"
+    pieces, path = storages_of(tensors), ranks.scratch("offload") / f"rank-{ranks.rank}"
     copies: list[Tensor] = []
     checksums: list[int] = []
-    with gang.together():
-        if gang.device.type == "cpu":
+    with ranks.together():
+        if ranks.device.type == "cpu":
             checksums = _write(path, pieces)
         else:
             copies = [torch.empty(piece.nbytes(), dtype=torch.uint8, pin_memory=True) for piece in pieces]

@@ -20,8 +20,8 @@ from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tens
 from rlpipe.models.folder import INDEX
 from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
 
@@ -41,9 +41,9 @@ class Layout:
     metadata: dict[str, int]
 
 
-def layout_of(gang: Gang, resident: Resident) -> Layout:
+def layout_of(ranks: Ranks, resident: Resident) -> Layout:
     """Assigns each tensor of the resident policy to a file; a block of layers is in one file."""
-    dtype, tensors = getattr(torch, gang.options.dtype), tensors_of(resident.policy.lm)
+    dtype, tensors = getattr(torch, ranks.options.dtype), tensors_of(resident.policy.lm)
     blocks: dict[str, list[str]] = {}
     for name in tensors:
         blocks.setdefault(block_of(name), []).append(name)
@@ -56,40 +56,40 @@ def layout_of(gang: Gang, resident: Resident) -> Layout:
     return Layout(files, split.metadata if split.is_sharded else {})
 
 
-def save_policy(gang: Gang, resident: Resident, job: SaveJob, folder: str) -> JobResult:
+def save_policy(ranks: Ranks, resident: Resident, job: SaveJob, folder: str) -> JobResult:
     """Publishes the policy in HF format: weights in the dtype of the forward pass, config,
     tokenizer; for an adapter only the adapter's files. Returns, on rank 0, the records of all
     files, and metrics.
     """
     if resident.policy.adapted is not None:
-        target, documents = gang.published / folder / job.attempt, config_files(gang, resident, job.stop_token_ids)
-        return JobResult(policy=save_adapter(gang, resident, target, documents))
+        target, documents = ranks.published / folder / job.attempt, config_files(ranks, resident, job.stop_token_ids)
+        return JobResult(policy=save_adapter(ranks, resident, target, documents))
     tensors, layout, dtype = (
         tensors_of(resident.policy.lm),
-        layout_of(gang, resident),
-        getattr(torch, gang.options.dtype),
+        layout_of(ranks, resident),
+        getattr(torch, ranks.options.dtype),
     )
-    writer = PolicyWriter(gang, job, folder)
+    writer = PolicyWriter(ranks, job, folder)
     files = [(file, [name for block in blocks for name in block]) for file, blocks in layout.files.items()]
     for first in range(
-        0, len(files), gang.size
+        0, len(files), ranks.size
     ):  # each rank has one file in memory at a time, and the nodes share the files
-        at_once = {gang.by_node(turn): file for turn, file in enumerate(files[first : first + gang.size])}
-        whole = _gathered(gang, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
-        with gang.together():
-            if gang.rank in at_once:
-                path, stored = writer.whole / at_once[gang.rank][0], hub_tensors(resident.policy.lm, whole)
+        at_once = {ranks.by_node(turn): file for turn, file in enumerate(files[first : first + ranks.size])}
+        whole = _gathered(ranks, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
+        with ranks.together():
+            if ranks.rank in at_once:
+                path, stored = writer.whole / at_once[ranks.rank][0], hub_tensors(resident.policy.lm, whole)
                 save_file(stored, path, metadata=METADATA)
                 writer.weights(path, stored, dtype.itemsize)
     index = writer.together()
     saved = writer.weights_alone()
-    with gang.together():
-        if gang.rank == 0:
-            beside = config_files(gang, resident, job.stop_token_ids) | tokenizer_files(gang, job.tokenizer)
+    with ranks.together():
+        if ranks.rank == 0:
+            beside = config_files(ranks, resident, job.stop_token_ids) | tokenizer_files(ranks, job.tokenizer)
             if layout.metadata:
                 beside[INDEX] = json_bytes({"metadata": layout.metadata, "weight_map": index})
             saved = writer.documents(beside)
-        if gang.leads_node:
+        if ranks.leads_node:
             writer.keep()
     return saved
 
@@ -107,7 +107,7 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gathered(
-    gang: Gang, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype
+    ranks: Ranks, tensors: dict[str, Tensor], files: dict[int, list[str]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Gathers the tensors of this rank's file, whole, in main memory. A collective.
 
@@ -117,12 +117,12 @@ def _gathered(
     the other ranks are gathered and copied.
     """
     own: dict[str, Tensor] = {}
-    with HostCopies(gang.device) as copies:
+    with HostCopies(ranks.device) as copies:
         for turn in zip_longest(*files.values()):
             for rank, name in zip(files, turn, strict=True):
                 if name is not None:
                     whole = whole_tensor(tensors[name], dtype)
-                    if rank == gang.rank:
+                    if rank == ranks.rank:
                         own[name] = copies.copy(whole)
     return own
 

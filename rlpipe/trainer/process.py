@@ -1,9 +1,9 @@
-"""The places where trainer processes run: child processes of this process (`GangProcess`), or
+"""The places where trainer processes run: child processes of this process (`TrainerProcesses`), or
 services of the run on nodes of their own. Imports no torch.
 
-`GangService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer),
-`RegisteredGang` is the flow's view of all nodes. Node 0 writes the meeting point into its record, a
-new one at each start: trainer processes that lost a node start again on all nodes, or not at all.
+`TrainerService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer),
+`RegisteredTrainer` is the flow's view of all nodes. Node 0 writes the meeting point into its record,
+a new one at each start: trainer processes that lost a node start again on all nodes, or not at all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainerOptions(BaseModel, frozen=True):
     """The options of the trainer processes.
 
     Example: TrainerOptions(store="file:///data/store", run="a", host="127.0.0.1", port=8123,
-    work_dir="/tmp/gang").
+    work_dir="/tmp/trainer").
 
     The bearer key is not among them, as it must never be on a command line.
     """
@@ -98,7 +98,7 @@ def launcher_argv(options: TrainerOptions, node: int = 0, rendezvous: str = "") 
 
 
 @dataclass(eq=False, repr=False)  # it holds a key
-class GangProcess:
+class TrainerProcesses:
     """The trainer processes of one node, as child processes. Node 0 answers HTTP at `url`; the
     other nodes take part in its jobs.
 
@@ -119,7 +119,7 @@ class GangProcess:
 
         TrainerError when they do not start, UserError where this node cannot train.
         """
-        assert self._service is None, "the gang runs already"
+        assert self._service is None, "the trainer runs already"
         trainer, port = self.config.trainer, free_port()
         if trainer.gpu_ids:
             check_compiler("trainer.gpu_ids")
@@ -202,7 +202,7 @@ class GangProcess:
         return self.url
 
 
-class RegisteredGang:
+class RegisteredTrainer:
     """Trainer processes whose nodes are services of the run; with `trainer.place = "deployment"`
     missing nodes are started.
     """
@@ -242,17 +242,17 @@ class RegisteredGang:
         await self._services.close()
 
 
-GangPlace = GangProcess | RegisteredGang
+TrainerPlace = TrainerProcesses | RegisteredTrainer
 
 
-def gang_place(run: Run, work_dir: Path, start_service: StartService) -> GangPlace:
+def trainer_place(run: Run, work_dir: Path, start_service: StartService) -> TrainerPlace:
     """Returns the place that `trainer.place` names."""
     if run.config.trainer.place == "process":
-        return GangProcess(run.config, work_dir, secrets.token_hex(16))
-    return RegisteredGang(run, start_service)
+        return TrainerProcesses(run.config, work_dir, secrets.token_hex(16))
+    return RegisteredTrainer(run, start_service)
 
 
-class GangService:
+class TrainerService:
     """The trainer processes of one node as a service: restarted when they end, RESTARTS_MAX times
     at most.
     """
@@ -268,7 +268,7 @@ class GangService:
         self._node = node
         self._address = address
         self._work_dir = self.registration.work_dir(config.scratch_folder)
-        self._gang: GangProcess | None = None
+        self._trainer: TrainerProcesses | None = None
         self._ran_at = time.monotonic()  # the time at which this node's trainer processes ran last
 
     async def work(self) -> Never:
@@ -279,17 +279,19 @@ class GangService:
         for _start in range(RESTARTS_MAX + 1):
             met_at = await self._meeting_point(met_at)
             key = self.registration.record.key  # a new key for each new meeting point
-            self._gang = gang = GangProcess(self._config, self._work_dir, key, self._address, self._node, met_at)
+            self._trainer = trainer = TrainerProcesses(
+                self._config, self._work_dir, key, self._address, self._node, met_at
+            )
             try:
-                await self.registration.change(url=await gang.start(), rendezvous=met_at)
-                while gang.alive and (self._node == 0 or await self._announced() in ("", met_at)):
+                await self.registration.change(url=await trainer.start(), rendezvous=met_at)
+                while trainer.alive and (self._node == 0 or await self._announced() in ("", met_at)):
                     await asyncio.sleep(WATCH_S)
             except TrainerError as error:
                 log.warning("the trainer processes did not start: %s", error)
             finally:
                 self._ran_at = time.monotonic()
-                await gang.close()
-                self._gang = None  # another process may have its address now
+                await trainer.close()
+                self._trainer = None  # another process may have its address now
             log.warning("the trainer processes of node %d ended", self._node)
         raise TrainerError(f"the trainer processes ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
@@ -300,19 +302,19 @@ class GangService:
         run, it is node 0 that counts.
         """
         if self._node > 0:
-            return 0.0 if self._gang is not None and self._gang.alive else time.monotonic() - self._ran_at
-        if self._gang is None:
+            return 0.0 if self._trainer is not None and self._trainer.alive else time.monotonic() - self._ran_at
+        if self._trainer is None:
             return 0.0
         try:
-            status, answer = await Peer(replace(self.registration.record, url=self._gang.url)).call("GET", "/status")
+            status, answer = await Peer(replace(self.registration.record, url=self._trainer.url)).call("GET", "/status")
         except ConnectionError:
             return 0.0
         # a trainer that has lost a node answers with that, and ends
         return answer["idle_s"] if status == 200 else 0.0
 
     async def close(self) -> None:
-        if self._gang is not None:
-            await self._gang.close()
+        if self._trainer is not None:
+            await self._trainer.close()
 
     async def _meeting_point(self, before: str) -> str:
         """Returns the address at which the nodes meet. Node 0 chooses a new one and registers it;

@@ -23,11 +23,11 @@ from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
 from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
 from rlpipe.trainer.flops import TRAINED, mfu
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import (
     LossPart,
     Resident,
@@ -77,7 +77,7 @@ class StepsTaken:
     train_s: float
 
 
-def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
+def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job: RlJob) -> JobResult:
     """Runs the steps of an iteration.
 
     Returns the means of their metrics (zeros without a step), and `first_step`: the metrics that
@@ -92,14 +92,14 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     where a token has none. Advantages are computed over the whole batch.
     """
     settings = job.settings
-    rollouts = gang.in_turn(lambda folder: read_rl_batch(gang.store, job.data, settings.num_steps, folder))
+    rollouts = ranks.in_turn(lambda folder: read_rl_batch(ranks.store, job.data, settings.num_steps, folder))
     started, metrics = time.monotonic(), list[Metrics]()
     computed = settings.proximal == "trainer" and (len(rollouts.steps) > 1 or settings.kl == "reward")
     resident.policy.experts.forget()
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
-    planned = [plan_batch(gang, resident.policy, rows, step) for step in rollouts.steps]
+    planned = [plan_batch(ranks, resident.policy, rows, step) for step in rollouts.steps]
     if settings.proximal == "engine":
-        check_recorded(gang, job.data.folder, planned)
+        check_recorded(ranks, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
     batches = {index: batch for index, batch in enumerate(planned) if batch.num_tokens}
     before = resident.policy if computed else None
@@ -108,24 +108,24 @@ def train_rl(gang: Gang, resident: Resident, reference: Reference | None, job: R
     for index, batch in batches.items():
         others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
         batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
-        gang.report(progress := progress + ahead * len(batch.microbatches), total)
-    advantages_B, gaps = advantages(gang, rollouts, list(batches.values()), settings), Gaps()
+        ranks.report(progress := progress + ahead * len(batch.microbatches), total)
+    advantages_B, gaps = advantages(ranks, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
         part = loss_part(batch, settings, gaps, moved=len(metrics) > 0)
-        sums = optimizer_step(gang, resident, with_advantages(batch, advantages_B), part, how)
+        sums = optimizer_step(ranks, resident, with_advantages(batch, advantages_B), part, how)
         metrics.append(
             {name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()}
         )
-        gang.report(progress := progress + len(batch.microbatches), total)
-    resident.gaps = gaps.gathered(gang, rollouts)
+        ranks.report(progress := progress + len(batch.microbatches), total)
+    resident.gaps = gaps.gathered(ranks, rollouts)
     taken = StepsTaken([replace(batch, microbatches=[]) for batch in planned], metrics, time.monotonic() - started)
     passes = [(resident.policy, TRAINED + computed), *([(reference.policy, 1)] if reference else [])]
-    return JobResult(metrics_of(gang, resident, taken, passes, settings))
+    return JobResult(metrics_of(ranks, resident, taken, passes, settings))
 
 
-def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
+def check_recorded(ranks: Ranks, folder: str, batches: list[StepBatch]) -> None:
     """Raises UserError, the same on every rank, when a token to train has no recorded logprob.
 
     A collective.
@@ -134,7 +134,7 @@ def check_recorded(gang: Gang, folder: str, batches: list[StepBatch]) -> None:
         microbatch.scored(microbatch.rollout_logprobs_BT) for batch in batches for microbatch in batch.microbatches
     ]
     own = torch.tensor([sum(float((logprobs == UNRECORDED).sum()) for logprobs in recorded)], dtype=torch.float64)
-    if unknown := int(gang.sum(gang.once(own))):
+    if unknown := int(ranks.sum(ranks.once(own))):
         raise UserError(
             f"rl.proximal='engine': {unknown} tokens of {folder} have no logprob that was recorded while sampling;"
             " start another run, or a fork, with rl.proximal = 'trainer'"
@@ -160,7 +160,7 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
 
 
 def metrics_of(
-    gang: Gang, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
+    ranks: Ranks, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
 ) -> JsonDict:
     """The metrics of the steps that were taken. `passes`: (model, its number of forward passes per
     step), of the policy, then of the reference where there is one.
@@ -170,13 +170,13 @@ def metrics_of(
         name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")
     }
     beside = {"train/onpolicy_abs": first["onpolicy_abs"], "first_step": first, "train_s": train_s}
-    beside["train/peak_memory_gib"] = gang.peak_memory_gib()
-    beside |= mfu(gang, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
+    beside["train/peak_memory_gib"] = ranks.peak_memory_gib()
+    beside |= mfu(ranks, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     if settings.proximal == "engine":  # in later steps the policy has changed
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
     # there is no KL without a reference, or without a step
     names = [name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)]
-    return summary(steps, names, batches) | resident.policy.experts.metrics(gang.sum) | beside
+    return summary(steps, names, batches) | resident.policy.experts.metrics(ranks.sum) | beside
 
 
 def with_frozen(
@@ -202,7 +202,7 @@ def with_frozen(
     return replace(batch, microbatches=microbatches)
 
 
-def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> list[np.ndarray]:
+def advantages(ranks: Ranks, rollouts: RlBatch, batches: list[StepBatch], settings: RlConfig) -> list[np.ndarray]:
     """The advantages of the scored tokens of every row of the batch: the same on every rank."""
     return row_advantages(
         rollouts.rewards_B,
@@ -210,7 +210,7 @@ def advantages(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], settings
         rollouts.lengths_B,
         estimator=settings.estimator,
         gamma=settings.gamma,
-        kl_N=_reward_kl(gang, rollouts, batches, settings.kl_estimator) if settings.kl == "reward" else None,
+        kl_N=_reward_kl(ranks, rollouts, batches, settings.kl_estimator) if settings.kl == "reward" else None,
         kl_coef=settings.kl_coef,
         rollout_B=rollouts.rollout_B,
     )
@@ -228,7 +228,7 @@ def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBat
     )
 
 
-def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
+def _reward_kl(ranks: Ranks, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
     """The KL of the policy that the iteration started from to the reference, at the N scored
     tokens.
     """
@@ -239,7 +239,7 @@ def _reward_kl(gang: Gang, rollouts: RlBatch, batches: list[StepBatch], estimato
         return kl(proximal_BT, reference_BT, estimator=estimator)
 
     parts = ((microbatch, of(microbatch)) for batch in batches for microbatch in batch.microbatches)
-    return of_whole_batch(gang, rollouts.lengths_B, parts).double().numpy()
+    return of_whole_batch(ranks, rollouts.lengths_B, parts).double().numpy()
 
 
 def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) -> LossPart:

@@ -23,9 +23,9 @@ from rlpipe.store.disk import link
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import stored_policy
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, SaveJob
 from rlpipe.trainer.publishing import publish_bytes, published_file
+from rlpipe.trainer.ranks import Ranks
 
 WEIGHTS = ".safetensors"
 
@@ -53,9 +53,9 @@ class PolicyWriter:
     A file is stored as a delta where the job names a base that has a file of that name and size.
     """
 
-    def __init__(self, gang: Gang, job: SaveJob, folder: str) -> None:
-        self._gang, self._job, self._folder = gang, job, gang.published / folder / job.attempt
-        self.whole = gang.scratch("saving") / job.attempt
+    def __init__(self, ranks: Ranks, job: SaveJob, folder: str) -> None:
+        self._ranks, self._job, self._folder = ranks, job, ranks.published / folder / job.attempt
+        self.whole = ranks.scratch("saving") / job.attempt
         for needed in (self.whole, self._folder):
             needed.mkdir(parents=True, exist_ok=True)
         self._stored: list[FileRecord] = []
@@ -66,7 +66,7 @@ class PolicyWriter:
     @cached_property
     def _base(self) -> dict[str, FileRecord]:
         """The whole files of the base by name; empty without a base."""
-        return stored_policy(self._gang.store, self._job.base).files if self._job.base else {}
+        return stored_policy(self._ranks.store, self._job.base).files if self._job.base else {}
 
     def weights(self, path: Path, tensors: Iterable[str], width: int) -> None:
         """Publishes the file `path` of the folder `whole`, and deletes it where no later policy
@@ -87,10 +87,10 @@ class PolicyWriter:
         collective.
         """
         written = WRITTEN.validate_python(
-            self._gang.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
+            self._ranks.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
         )
         made_by = {
-            record.name: rank // self._gang.node_ranks for rank, part in enumerate(written) for record in part.stored
+            record.name: rank // self._ranks.node_ranks for rank, part in enumerate(written) for record in part.stored
         }
         self.made_on = {name: node for name, node in made_by.items() if node}
         self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
@@ -149,20 +149,20 @@ class PolicyWriter:
         if kept.is_file() and kept.stat().st_size == base.bytes:
             yield kept.parent
         assert self._job.base is not None
-        yield materialise(self._gang.store, self._job.base, scratch)
+        yield materialise(self._ranks.store, self._job.base, scratch)
 
     def _kept(self, files: Iterable[FileRecord | DeltaFile]) -> Path:
         """The folder of this node in which the weights of a policy with these files are kept; its
         name is the hash of its content.
         """
         weights = [[file.name.rpartition("/")[2], file.sha256] for file in files if file.name.endswith(WEIGHTS)]
-        return self._gang.scratch("kept") / sha256_of(sorted(weights))
+        return self._ranks.scratch("kept") / sha256_of(sorted(weights))
 
     def keep(self) -> None:
         """Keeps this node's files of this policy for the next policy, and deletes those of the
         policy before. To be called once per node, at the end.
         """
-        for folder in self._gang.scratch("kept").iterdir():
+        for folder in self._ranks.scratch("kept").iterdir():
             shutil.rmtree(folder)
         if self._job.is_base:
             self.whole.rename(self._kept(self._files))

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from rlpipe.base.errors import UserError
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
+from rlpipe.models.context_parallel import uses_context_group
 from rlpipe.models.flex import leave_flex, own_attention, try_kernels, use_flex, uses_flex
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
-from rlpipe.models.team import uses_team
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
+from rlpipe.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 LONG = (200, 150, 40, 9)  # lengths of more than one block of flex_attention
@@ -87,47 +87,49 @@ class Proof:
         return Rows.SHARED if self.shared <= far and self.branch_leak <= leak_max else Rows.PACKED
 
 
-def proven_rows(gang: Gang, policy: PolicyModel) -> Rows:
+def proven_rows(ranks: Ranks, policy: PolicyModel) -> Rows:
     """Tests with the loaded weights which rows this model allows; the same on all ranks. UserError
     as `Proof.rows`. A collective.
 
     On GPUs flex_attention is tried first; without it each sequence has a row of its own, which
     needs no L x L mask.
     """
-    if gang.device.type in FLEX_DEVICES and (rows := flex_rows(gang, policy)) is not None:
+    if ranks.device.type in FLEX_DEVICES and (rows := flex_rows(ranks, policy)) is not None:
         return rows
-    if gang.team and not uses_team(policy.lm):
-        raise UserError(f"model: {policy.lm.config.model_type}: its attention is computed in its own way{_alone(gang)}")
-    family, proof = policy.lm.config.model_type, _of_ranks(gang, policy)
+    if ranks.context and not uses_context_group(policy.lm):
+        raise UserError(
+            f"model: {policy.lm.config.model_type}: its attention is computed in its own way{_alone(ranks)}"
+        )
+    family, proof = policy.lm.config.model_type, _of_ranks(ranks, policy)
     try:
-        rows = proof.rows(family, gang.options.dtype)
+        rows = proof.rows(family, ranks.options.dtype)
     except UserError as error:
-        raise UserError(f"{error}{_alone(gang)}") from None
-    if rows is Rows.SINGLE and gang.rank == 0:
+        raise UserError(f"{error}{_alone(ranks)}") from None
+    if rows is Rows.SINGLE and ranks.rank == 0:
         log.warning(
             "%s: each sequence is trained in a row of its own, because packed sequences would attend to each other"
             " (logprobs differ by %.2g per token)",
             family,
             proof.leak,
         )
-    far = gradient_distance(gang, policy, Rows.SINGLE) if gang.team else 0.0
-    if not far <= FAR_GRADIENT[gang.options.dtype]:
-        raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(gang)}")
+    far = gradient_distance(ranks, policy, Rows.SINGLE) if ranks.context else 0.0
+    if not far <= FAR_GRADIENT[ranks.options.dtype]:
+        raise UserError(f"model: {family} cannot be trained here: its gradients differ by {far:.2g}{_alone(ranks)}")
     # packed rows take an L x L mask, with which a GPU cannot use its fast kernels; on a CPU padding
     # costs more than the mask
-    return Rows.SINGLE if gang.device.type == "cuda" else rows
+    return Rows.SINGLE if ranks.device.type == "cuda" else rows
 
 
-def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
+def flex_rows(ranks: Ranks, policy: PolicyModel) -> Rows | None:
     """As `proven_rows`, with flex_attention, which the policy then uses. None, and the policy uses
     its own attention, where flex_attention gives other results. On GPUs norms, rotary embeddings
     and MLPs are fused kernels, too, unless these give other results.
     """
     lm, faults = policy.lm, list[str]()
-    for choose in (use_fused, leave_fused) if gang.device.type in FUSED_DEVICES else (leave_fused,):
+    for choose in (use_fused, leave_fused) if ranks.device.type in FUSED_DEVICES else (leave_fused,):
         choose(lm)
         try:
-            rows, fault = _tried_flex(gang, policy)
+            rows, fault = _tried_flex(ranks, policy)
         except UserError:
             # the load fails, but the process goes on, with other models of this family
             leave_fused(lm)
@@ -136,22 +138,22 @@ def flex_rows(gang: Gang, policy: PolicyModel) -> Rows | None:
             how = "flex_attention, norms and MLPs by kernels" if uses_fused(lm) else "flex_attention"
             log.info("%s: attention is computed by %s, rows are %s", lm.config.model_type, how, rows.name.lower())
             for own in faults:  # faults of the fused kernels alone
-                gang.warn(
+                ranks.warn(
                     f"{lm.config.model_type}: norms and MLPs are computed as its own code has them, a fifth slower"
                     f" ({own})"
                 )
             return rows
         faults.append(fault)
         leave_flex(lm)
-        settle(policy, gang.device)
+        settle(policy, ranks.device)
     how = (
         "attention is computed as its own code has it, not by flex_attention: one sequence a row, several times slower"
     )
-    gang.warn(f"{lm.config.model_type}: {how} ({faults[-1]})")
+    ranks.warn(f"{lm.config.model_type}: {how} ({faults[-1]})")
     return None
 
 
-def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
+def _tried_flex(ranks: Ranks, policy: PolicyModel) -> tuple[Rows, str]:
     """Switches to flex_attention; returns the rows that it allows, and the reason why it cannot be
     used (empty if it can).
     """
@@ -159,21 +161,21 @@ def _tried_flex(gang: Gang, policy: PolicyModel) -> tuple[Rows, str]:
     try:
         if own := other_windows(lm.config):
             raise UserError(f"its own code bounds attention ({', '.join(own)})")
-        with gang.together():
-            try_kernels(lm, gang.device, getattr(torch, gang.options.dtype))
+        with ranks.together():
+            try_kernels(lm, ranks.device, getattr(torch, ranks.options.dtype))
         use_flex(lm)
         first = [sequence(_first_tokens(lm), lm.config.get_text_config().vocab_size, 0)] if uses_fused(lm) else []
         if first:
-            row_logprobs(policy, first, Rows.SINGLE, gang.device)
-        rows = _of_ranks(gang, policy).rows(lm.config.model_type, gang.options.dtype)
+            row_logprobs(policy, first, Rows.SINGLE, ranks.device)
+        rows = _of_ranks(ranks, policy).rows(lm.config.model_type, ranks.options.dtype)
         fault = "" if rows >= Rows.PACKED else "packed sequences see each other"
     except MODEL_FAULTS as error:
         fault = f"{error!s:.300}"
     if not fault and first and any(parameter.requires_grad for parameter in policy.parameters()):
-        _gradients(gang, policy, first, Rows.SINGLE)
+        _gradients(ranks, policy, first, Rows.SINGLE)
     if (
         not fault
-        and not (far := gradient_distance(gang, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[gang.options.dtype]
+        and not (far := gradient_distance(ranks, policy, Rows.SINGLE, Rows.PACKED)) <= FAR_GRADIENT[ranks.options.dtype]
     ):
         fault = f"its gradients differ by {far:.2g}"
     return rows, fault
@@ -186,11 +188,11 @@ def _first_tokens(lm: Any) -> int:
     return min(FIRST_TOKENS, getattr(lm.config.get_text_config(), "max_position_embeddings", None) or FIRST_TOKENS)
 
 
-def _alone(gang: Gang) -> str:
+def _alone(ranks: Ranks) -> str:
     """The advice for a fault with context parallelism: `trainer.context_ranks = 1`; empty without
     it.
     """
-    count = gang.context_ranks
+    count = ranks.context_ranks
     return f" with context-parallel groups of {count} ranks; use trainer.context_ranks = 1" if count > 1 else ""
 
 
@@ -198,20 +200,20 @@ def _mean(one_N: Tensor, other_N: Tensor) -> float:
     return float((one_N.double() - other_N.double()).abs().mean())
 
 
-def _of_ranks(gang: Gang, policy: PolicyModel) -> Proof:
+def _of_ranks(ranks: Ranks, policy: PolicyModel) -> Proof:
     try:
-        own = asdict(prove(policy, gang.device))
+        own = asdict(prove(policy, ranks.device))
     except MODEL_FAULTS as error:
         family = policy.lm.config.model_type
         raise UserError(
-            f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(gang)}"
+            f"model: {family} cannot be trained here: its forward pass fails ({error!s:.300}){_alone(ranks)}"
         ) from error
-    of_ranks = gang.gather(own)
+    of_ranks = ranks.gather(own)
     # np.max keeps the nan of any rank
     return Proof(**{name: float(np.max([values[name] for values in of_ranks])) for name in own})
 
 
-def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
+def gradient_distance(ranks: Ranks, policy: PolicyModel, *kinds: Rows) -> float:
     """Returns the largest `|g - h| / |h|` over `kinds` of rows: g is the gradient by the attention
     in use, h that by the model's own attention over single rows. The rows have several blocks. 0
     for a policy that is not trained.
@@ -222,12 +224,12 @@ def gradient_distance(gang: Gang, policy: PolicyModel, *kinds: Rows) -> float:
         return 0.0
     with small_windows(policy.lm.config):
         with own_attention(policy.lm), as_written():
-            own = _gradients(gang, policy, texts, Rows.SINGLE)
-        whole = gang.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+            own = _gradients(ranks, policy, texts, Rows.SINGLE)
+        whole = ranks.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         distances: list[float] = []
         for rows in kinds:
-            apart = [one - other for one, other in zip(_gradients(gang, policy, texts, rows), own, strict=True)]
-            distances.append(float(gang.sum(_square(apart)).sqrt() / whole))
+            apart = [one - other for one, other in zip(_gradients(ranks, policy, texts, rows), own, strict=True)]
+            distances.append(float(ranks.sum(_square(apart)).sqrt() / whole))
     return float(np.max(distances))
 
 
@@ -235,19 +237,19 @@ def _square(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.double().square().sum() for part in parts]).sum()[None].cpu()
 
 
-def _gradients(gang: Gang, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
+def _gradients(ranks: Ranks, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
     """This rank's rows of the gradients of the mean logprob; zeros for parameters that it does not
     depend on.
     """
     # FSDP takes the mean over ranks, and each rank of a context-parallel group has a part of the
     # gradient
-    parts = policy.team.ranks if policy.team and uses_team(policy.lm) else 1
+    parts = policy.context.ranks if policy.context and uses_context_group(policy.lm) else 1
     try:
-        (torch.cat(row_logprobs(policy, texts, rows, gang.device, gradient=True)).mean() * parts).backward()
+        (torch.cat(row_logprobs(policy, texts, rows, ranks.device, gradient=True)).mean() * parts).backward()
     except MODEL_FAULTS as error:
         # no further pass may follow: FSDP would add the rest of this one to the next gradient
         raise UserError(
-            f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(gang)}"
+            f"model: {policy.lm.config.model_type} has no gradient here ({error!s:.300}){_alone(ranks)}"
         ) from error
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]

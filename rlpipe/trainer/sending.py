@@ -30,9 +30,9 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.references import FileRecord
 from rlpipe.models.checkpoint import LENGTH_BYTES, hub_tensors, tensors_of
 from rlpipe.records.sending import Offer, TensorBucket
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import JobResult, OfferJob, SendJob
 from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of, saved_as, whole_tensor
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident
 
 Made = TypeVar("Made")
@@ -48,8 +48,8 @@ class Sending:
     tensors, and each hashes the files that it would write.
     """
 
-    def __init__(self, gang: Gang) -> None:
-        self._gang = gang
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._position = ""  # the position of the policy that was offered last
         self._meetings: dict[str, TCPStore] = {}  # by group, the store at which the group meets
 
@@ -59,9 +59,9 @@ class Sending:
         is open until another policy is offered.
         """
         offer: Offer | None = None
-        with self._gang.together():
-            if self._gang.rank == 0:
-                host = self._gang.options.host
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                host = self._ranks.options.host
                 listener = socket.create_server((host, 0))
                 port, wait = listener.getsockname()[1], timedelta(seconds=STALL_S)
                 # a socket of torch's own would listen on every interface of the machine
@@ -71,8 +71,8 @@ class Sending:
                 if job.position != self._position:
                     self._position, self._meetings = job.position, {}
                 self._meetings[job.group] = store
-                buckets = [bucket for _, in_file in _plan(self._gang, resident) for bucket in in_file]
-                offer = Offer(host, port, [_described(self._gang, resident, names) for names in buckets])
+                buckets = [bucket for _, in_file in _plan(self._ranks, resident) for bucket in in_file]
+                offer = Offer(host, port, [_described(self._ranks, resident, names) for names in buckets])
         return JobResult(offer=offer)
 
     def send(self, resident: Resident, job: SendJob) -> JobResult:
@@ -80,36 +80,36 @@ class Sending:
 
         StoreError, on all ranks, when a receiver did not get it.
         """
-        gang, lm, dtype = self._gang, resident.policy.lm, getattr(torch, self._gang.options.dtype)
+        ranks, lm, dtype = self._ranks, resident.policy.lm, getattr(torch, self._ranks.options.dtype)
         tensors, group = tensors_of(lm), None
-        with gang.together():
-            if gang.rank == 0:
+        with ranks.together():
+            if ranks.rank == 0:
                 group = self._group(job)
         with (
             contextlib.closing(group) if group else contextlib.nullcontext(),
             ThreadPoolExecutor(HASHERS, "hashing") as threads,
         ):
             hashed = []
-            for index, (file, buckets) in enumerate(_plan(gang, resident)):
+            for index, (file, buckets) in enumerate(_plan(ranks, resident)):
                 own: dict[str, Tensor] = {}
-                with HostCopies(gang.device) as copies:
+                with HostCopies(ranks.device) as copies:
                     for names in buckets:
                         sent = hub_tensors(lm, {name: whole_tensor(tensors[name], dtype) for name in names})
-                        with gang.together():
+                        with ranks.together():
                             if group is not None:
                                 group.broadcast([*sent.values()])
                         # this rank writes the file when the policy is saved
-                        if gang.by_node(index) == gang.rank:
+                        if ranks.by_node(index) == ranks.rank:
                             own |= {name: copies.copy(tensor) for name, tensor in sent.items()}
                 if own:
                     hashed.append(threads.submit(file_of, file, own))
             records = [asdict(record.result()) for record in hashed]
-        return JobResult(sent=[FileRecord(**record) for own in gang.gather(records) for record in own])
+        return JobResult(sent=[FileRecord(**record) for own in ranks.gather(records) for record in own])
 
     def _group(self, job: SendJob) -> ReceiverGroup:
         if job.position != self._position or job.group not in self._meetings:
             raise StoreError(f"the trainer did not offer {job.position} to group {job.group} of engines")
-        return ReceiverGroup(self._meetings[job.group], job, self._gang.device)
+        return ReceiverGroup(self._meetings[job.group], job, self._ranks.device)
 
 
 class ReceiverGroup:
@@ -195,12 +195,12 @@ def _forget_frames(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
 
 
-def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
+def _plan(ranks: Ranks, resident: Resident) -> Iterator[tuple[str, list[list[str]]]]:
     """Yields each file of the policy with its buckets: names of the module's tensors; a block of
     layers is never split.
     """
-    tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, gang.options.dtype)
-    for file, blocks in layout_of(gang, resident).files.items():
+    tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, ranks.options.dtype)
+    for file, blocks in layout_of(ranks, resident).files.items():
         buckets, room = [], 0
         for block in blocks:
             size = sum(tensors[name].numel() * saved_as(tensors[name], dtype).itemsize for name in block)
@@ -212,9 +212,9 @@ def _plan(gang: Gang, resident: Resident) -> Iterator[tuple[str, list[list[str]]
         yield file, buckets
 
 
-def _described(gang: Gang, resident: Resident, names: list[str]) -> TensorBucket:
+def _described(ranks: Ranks, resident: Resident, names: list[str]) -> TensorBucket:
     """The names, dtypes and shapes of the tensors that are sent for these tensors of the module."""
-    lm, dtype = resident.policy.lm, getattr(torch, gang.options.dtype)
+    lm, dtype = resident.policy.lm, getattr(torch, ranks.options.dtype)
     tensors = tensors_of(lm)
     empty = {
         name: torch.empty(tensors[name].shape, dtype=saved_as(tensors[name], dtype), device="meta") for name in names

@@ -27,14 +27,13 @@ from rlpipe.processes.memory import settle_heap
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.patience import working
 from rlpipe.trainer.board import Board, JobRefused
-from rlpipe.trainer.gang import join_gang
 from rlpipe.trainer.jobs import (
     ANY_JOB,
     STATUS_LOST,
     STATUS_OK,
     STATUS_STORE,
-    GangJob,
     LoadJob,
+    TrainerJob,
     attempt_of,
     check_place,
     job_of,
@@ -43,6 +42,7 @@ from rlpipe.trainer.meeting import Pulse, Sent, come_to_meet
 from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import BEGIN_S, Uploads
+from rlpipe.trainer.ranks import join_ranks
 from rlpipe.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
     launcher then ends the other ranks. Whoever started the trainer starts it again, with nothing
     resident.
     """
-    gang = trainer.gang
-    assert (board is not None) == (gang.rank == 0), "the board is rank 0's"
+    ranks = trainer.ranks
+    assert (board is not None) == (ranks.rank == 0), "the board is rank 0's"
     if board is not None:
-        gang.report = board.progress
+        ranks.report = board.progress
     while True:
         record = board.next(TICK_S) if board is not None else None
-        message, *_ = gang.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
+        message, *_ = ranks.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
         if message is None:
             continue
         job = ANY_JOB.validate_python(message)
@@ -78,16 +78,16 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
             board.finish(record, status, answer)
 
 
-def _outcome(trainer: Trainer, job: GangJob) -> tuple[int, dict[str, object]]:
+def _outcome(trainer: Trainer, job: TrainerJob) -> tuple[int, dict[str, object]]:
     try:
-        result = dataclasses.replace(trainer.run(job), warnings=trainer.gang.told_users())
+        result = dataclasses.replace(trainer.run(job), warnings=trainer.ranks.told_users())
         return STATUS_OK, {"result": dataclasses.asdict(result)}
     except tuple(STATUS_OF) as error:
         log.warning("%s refused: %s", type(job).__name__, error)
         return STATUS_OF[type(error)], {"error": " ".join(str(error).split())}  # transformers writes several lines
 
 
-class GangServer(NodeServer):
+class TrainerServer(NodeServer):
     """The HTTP server of a trainer with `ranks` ranks, on its first node: JSON in, JSON out."""
 
     def __init__(self, options: TrainerOptions, board: Board, ranks: int, uploads: Uploads) -> None:
@@ -161,27 +161,29 @@ def _work(argument: str) -> None:
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)
     meeting = come_to_meet()
-    gang = join_gang(options)
-    board = Board() if gang.rank == 0 else None
+    ranks = join_ranks(options)
+    board = Board() if ranks.rank == 0 else None
     # engines on this machine link published files and fetch none
     begin_s = 0.0 if options.host in LOOPBACK else BEGIN_S
-    uploads = Uploads(gang.store, gang.published, begin_s, Sent(gang) if gang.leads_node and gang.nodes > 1 else None)
-    pulse = Pulse(gang, meeting, partial(end, board))
+    uploads = Uploads(
+        ranks.store, ranks.published, begin_s, Sent(ranks) if ranks.leads_node and ranks.nodes > 1 else None
+    )
+    pulse = Pulse(ranks, meeting, partial(end, board))
     if board is not None:
         board.nodes = pulse.nodes
-    if gang.leads_node:
-        server = NodeServer(options, uploads) if board is None else GangServer(options, board, gang.size, uploads)
+    if ranks.leads_node:
+        server = NodeServer(options, uploads) if board is None else TrainerServer(options, board, ranks.size, uploads)
         threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True, name="http").start()
         log.info(
             "node %d of a trainer of %d ranks serves on %s:%d (pid %d)",
-            gang.node,
-            gang.size,
+            ranks.node,
+            ranks.size,
             options.host,
             options.port,
             os.getpid(),
         )
     with pulse:
-        serve_jobs(Trainer(gang, uploads.begin), board)
+        serve_jobs(Trainer(ranks, uploads.begin), board)
 
 
 def clear_scratch(options: TrainerOptions) -> None:

@@ -28,7 +28,6 @@ from rlpipe.store.adapter_files import ADAPTED, Adapted
 from rlpipe.store.artifacts import Blocks, read_file, read_manifest
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.trainer.batches import collate
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import save_gaps
 from rlpipe.trainer.jobs import JobResult, LoadJob, SaveJob
 from rlpipe.trainer.model import (
@@ -48,28 +47,29 @@ from rlpipe.trainer.moments import MOMENTS
 from rlpipe.trainer.packing import sequence_of
 from rlpipe.trainer.policy_files import save_policy
 from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.step import Resident, frozen_logprobs, make_resident
 
 STATE_SCHEMA = 1
 
 
-def load(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
+def load(ranks: Ranks, job: LoadJob) -> tuple[Resident, str]:
     """Loads the position that a job names. Returns it, and as text the differences between these
     trainer processes and those that saved it; empty without any.
     """
     if job.new is not None:
         config = hf_config(job.new.config)
-        policy = build_policy(gang, config, functools.partial(new_weights, config, job.new.seed))
-        return _resident(gang, policy, config, GenerationConfig.from_model_config(config).to_diff_dict()), ""
+        policy = build_policy(ranks, config, functools.partial(new_weights, config, job.new.seed))
+        return _resident(ranks, policy, config, GenerationConfig.from_model_config(config).to_diff_dict()), ""
     if job.policy is not None:
-        return _resident(gang, *load_policy(gang, job.policy, new=job.adapter)), ""
+        return _resident(ranks, *load_policy(ranks, job.policy, new=job.adapter)), ""
     assert job.state is not None, "neither a new model nor a reference"
-    return _load_state(gang, job.state)
+    return _load_state(ranks, job.state)
 
 
-def _resident(gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
-    return make_resident(gang, policy, config, generation_config, proven_rows(gang, policy))
+def _resident(ranks: Ranks, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict) -> Resident:
+    return make_resident(ranks, policy, config, generation_config, proven_rows(ranks, policy))
 
 
 def state_file(rank: int, size: int) -> str:
@@ -108,14 +108,14 @@ class StoredState:
     Each rank that restores it reads only its own rows, and verifies what it read.
     """
 
-    def __init__(self, gang: Gang, ref: ArtifactRef) -> None:
-        self._gang, self._folder = gang, ref.folder
+    def __init__(self, ranks: Ranks, ref: ArtifactRef) -> None:
+        self._ranks, self._folder = ranks, ref.folder
         self._open: dict[int, TensorFile] = {}
-        files = {file.plain_name: file for file in read_manifest(gang.store, ref.folder, ref.sha256).files}
-        address = gang.store.address(f"{ref.folder}/state.json")
+        files = {file.plain_name: file for file in read_manifest(ranks.store, ref.folder, ref.sha256).files}
+        address = ranks.store.address(f"{ref.folder}/state.json")
         if "state.json" not in files:
             raise StoreError(f"{address} is missing from the store")
-        self.record: StateDocument = json.loads(read_file(gang.store, ref.folder, files["state.json"]))
+        self.record: StateDocument = json.loads(read_file(ranks.store, ref.folder, files["state.json"]))
         if self.record.get("schema_version") != STATE_SCHEMA:
             raise StoreError(
                 f"{address} has schema_version {self.record.get('schema_version')}, expected {STATE_SCHEMA}"
@@ -124,13 +124,13 @@ class StoredState:
         self._files = [files[state_file(rank, size)] for rank in range(size)]
         self._blocks = [Blocks(**blocks) for blocks in self.record.get("blocks", [])]
         if not self._blocks:  # saved by an older version
-            check_share(gang, ref.folder, self._files)
+            check_share(ranks, ref.folder, self._files)
 
     def _file(self, rank: int) -> TensorFile:
         """The file that rank `rank` saved, opened when it is first needed."""
         if rank not in self._open:
             blocks = self._blocks[rank] if self._blocks else None
-            self._open[rank] = stored_file(self._gang, self._folder, self._files[rank], blocks)
+            self._open[rank] = stored_file(self._ranks, self._folder, self._files[rank], blocks)
         return self._open[rank]
 
     @property
@@ -173,27 +173,27 @@ class StoredState:
         return read_rows
 
 
-def _load_state(gang: Gang, ref: ArtifactRef) -> tuple[Resident, str]:
+def _load_state(ranks: Ranks, ref: ArtifactRef) -> tuple[Resident, str]:
     stored: StoredState | None = None
-    with gang.together():
-        stored = StoredState(gang, ref)
+    with ranks.together():
+        stored = StoredState(ranks, ref)
     assert stored is not None, "an error is raised"
     record = stored.record
     config = hf_config(record["config"])
     weights, adapted = stored.weights, stored.adapted
     if adapted is not None:
-        with gang.together():
-            weights = with_adapter(whole_weights(gang, adapted.base), stored.rows("param"))
-    policy = build_policy(gang, config, weights, adapted=adapted)
-    resident = _resident(gang, policy, config, record["generation_config"])
-    with gang.together():
+        with ranks.together():
+            weights = with_adapter(whole_weights(ranks, adapted.base), stored.rows("param"))
+    policy = build_policy(ranks, config, weights, adapted=adapted)
+    resident = _resident(ranks, policy, config, record["generation_config"])
+    with ranks.together():
         entries = [resident.optimizer.state[shard] for shard in resident.shards.values()]
         for moment in MOMENTS:
-            fill(gang, policy.trained(), [entry[moment] for entry in entries], stored.rows(moment))
+            fill(ranks, policy.trained(), [entry[moment] for entry in entries], stored.rows(moment))
         for entry in entries:
             entry["step"].fill_(record["optimizer_step"])
     assert resident.optimizer_step == record["optimizer_step"], "the optimizer's step was not restored"
-    return resident, differences(record.get("made_by", {}), gang.fingerprint())
+    return resident, differences(record.get("made_by", {}), ranks.fingerprint())
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> str:
@@ -205,7 +205,7 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
     )
 
 
-def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
+def save(ranks: Ranks, resident: Resident, job: SaveJob) -> JobResult:
     """Publishes the policy, the state and the gaps on this node's disk, and deletes the files that
     were published before.
 
@@ -216,30 +216,30 @@ def save(gang: Gang, resident: Resident, job: SaveJob) -> JobResult:
     `probe`: a text, and the logprobs (temperature 1) of its last tokens that an engine with these
     weights must give.
     """
-    with gang.together():
-        if gang.leads_node:
+    with ranks.together():
+        if ranks.leads_node:
             # ignore_errors: an upload that goes on for a dead flow may delete its files, too
-            shutil.rmtree(gang.published, ignore_errors=True)
-            shutil.rmtree(gang.scratch("saving"))
-    saved = save_policy(gang, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
+            shutil.rmtree(ranks.published, ignore_errors=True)
+            shutil.rmtree(ranks.scratch("saving"))
+    saved = save_policy(ranks, resident, job, job.policy_folder) if job.policy_folder is not None else JobResult()
     state, made_on = (
-        save_state(gang, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
+        save_state(ranks, resident, job.state_folder, job.attempt) if job.state_folder is not None else ([], {})
     )
-    gap = save_gaps(gang, resident.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
+    gap = save_gaps(ranks, resident.gaps, job.gap_folder, job.attempt) if job.gap_folder is not None else []
     tokens = probe_tokens(resident.config, job.context_tokens_max)
-    probe = {"tokens": tokens, "logprobs": probe_logprobs(gang, resident, tokens)}
-    places = [NodeDisk(*place) for place in gang.gather([str(gang.published), gang.files_url])][:: gang.node_ranks]
+    probe = {"tokens": tokens, "logprobs": probe_logprobs(ranks, resident, tokens)}
+    places = [NodeDisk(*place) for place in ranks.gather([str(ranks.published), ranks.files_url])][:: ranks.node_ranks]
     return replace(saved, state=state, gap=gap, probe=probe, places=places, made_on=saved.made_on | made_on)
 
 
-def probe_logprobs(gang: Gang, resident: Resident, tokens: list[int]) -> list[float]:
+def probe_logprobs(ranks: Ranks, resident: Resident, tokens: list[int]) -> list[float]:
     """Logprobs of the last PROBE_TOKENS tokens. A collective: every rank computes the same row."""
     scored = np.arange(max(1, len(tokens) - PROBE_TOKENS), len(tokens))
-    microbatch = collate([[sequence_of(np.array(tokens), scored)]], [[0]]).to(gang.device)
+    microbatch = collate([[sequence_of(np.array(tokens), scored)]], [[0]]).to(ranks.device)
     return frozen_logprobs(resident.policy, [microbatch], temperature=1.0)[0].flatten().tolist()
 
 
-def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tuple[list[FileRecord], dict[str, int]]:
+def save_state(ranks: Ranks, resident: Resident, folder: str, attempt: str) -> tuple[list[FileRecord], dict[str, int]]:
     """Writes this rank's rows of weights and moments, on the ranks of the first copy of the model.
 
     Returns the records of all files, on rank 0 with that of `state.json`, and the node of each file
@@ -248,27 +248,27 @@ def save_state(gang: Gang, resident: Resident, folder: str, attempt: str) -> tup
     `state.json` has what another number of ranks needs to read these files and to verify what it
     read.
     """
-    first_copy = gang.rank < gang.parts
-    path = gang.published / folder / attempt / state_file(gang.part, gang.parts)
+    first_copy = ranks.rank < ranks.parts
+    path = ranks.published / folder / attempt / state_file(ranks.part, ranks.parts)
     own: list[object] = []
-    with gang.together():
+    with ranks.together():
         if first_copy:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(_own_rows(gang, resident), path)
+            save_file(_own_rows(ranks, resident), path)
             own = [asdict(part) for part in published_in_blocks(path)]
-    written = [entry for entry in gang.gather(own) if entry]
-    assert len(written) == gang.parts, f"{len(written)} of {gang.parts} parts of the state were written"
+    written = [entry for entry in ranks.gather(own) if entry]
+    assert len(written) == ranks.parts, f"{len(written)} of {ranks.parts} parts of the state were written"
     records = [FileRecord(**record) for record, _ in written]
-    with gang.together():
-        if gang.rank == 0:
-            document = _state_document(gang, resident, [blocks for _, blocks in written])
+    with ranks.together():
+        if ranks.rank == 0:
+            document = _state_document(ranks, resident, [blocks for _, blocks in written])
             data = json.dumps(document, indent=1, sort_keys=True).encode()
             records.append(publish_bytes(path.parent, "state.json", data))
-    made_on = {record.name: rank // gang.node_ranks for rank, record in enumerate(records[: gang.parts])}
+    made_on = {record.name: rank // ranks.node_ranks for rank, record in enumerate(records[: ranks.parts])}
     return records, {name: node for name, node in made_on.items() if node}
 
 
-def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
+def _own_rows(ranks: Ranks, resident: Resident) -> dict[str, Tensor]:
     """This rank's rows of all tensors of the state, by kind and name.
 
     Of a model with an adapter only the adapter's: the base is in the store already.
@@ -277,7 +277,7 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
     shards = policy.shards() if whole else policy.trained()
     tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in shards}
     for name, buffer in policy.kept_buffers().items() if whole else ():
-        start, end = row_range(len(buffer) if buffer.ndim else 1, gang.part, gang.parts)
+        start, end = row_range(len(buffer) if buffer.ndim else 1, ranks.part, ranks.parts)
         tensors[f"param/{name}"] = (buffer if buffer.ndim else buffer[None])[start:end].cpu().clone()
     for moment in MOMENTS:
         tensors |= {
@@ -286,17 +286,17 @@ def _own_rows(gang: Gang, resident: Resident) -> dict[str, Tensor]:
     return tensors
 
 
-def _state_document(gang: Gang, resident: Resident, blocks: list[dict[str, Any]]) -> StateDocument:
+def _state_document(ranks: Ranks, resident: Resident, blocks: list[dict[str, Any]]) -> StateDocument:
     adapted, tensors = resident.policy.adapted, tensors_of(resident.policy.lm)
     shapes = {name: [*tensor.shape] for name, tensor in tensors.items() if adapted is None or is_adapter(name)}
     rows = {
-        name: [row_range((*shape, 1)[0], part, gang.parts) for part in range(gang.parts)]
+        name: [row_range((*shape, 1)[0], part, ranks.parts) for part in range(ranks.parts)]
         for name, shape in shapes.items()
     }
     document: StateDocument = {
         "schema_version": STATE_SCHEMA,
-        "world_size": gang.parts,
-        "made_by": gang.fingerprint(),
+        "world_size": ranks.parts,
+        "made_by": ranks.fingerprint(),
         "optimizer_step": resident.optimizer_step,
         "config": json.loads(resident.config.to_json_string()),
         "generation_config": resident.generation_config,

@@ -21,10 +21,10 @@ from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import Work, flex_tokens, work_of
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
+from rlpipe.trainer.ranks import Ranks
 
 # (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the
 # same names every time)
@@ -120,14 +120,14 @@ class Resident:
 
 
 def make_resident(
-    gang: Gang, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows
+    ranks: Ranks, policy: PolicyModel, config: PretrainedConfig, generation_config: JsonDict, rows: Rows
 ) -> Resident:
     """Returns the policy with a fresh optimizer (AdamW, step 0), whose moments are on the device or
     off it, by `trainer.offload`.
     """
     shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
-    away = AwayMoments(gang, [*shards.values()]) if gang.options.trainer.offload == "optimizer" else None
+    away = AwayMoments(ranks, [*shards.values()]) if ranks.options.trainer.offload == "optimizer" else None
     kept = away.entries() if away else {}
     for shard in shards.values():
         moments = kept.get(shard) or {moment: torch.zeros_like(shard, requires_grad=False) for moment in MOMENTS}
@@ -161,23 +161,23 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
     return peak * (1 - share) if settings.schedule == "linear" else peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def plan_batch(gang: Gang, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
+def plan_batch(ranks: Ranks, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
     """Packs the sequences of one step in the way that costs least with the policy's attention;
     leaves out those without a scored token. This rank reads only the tokens of its own
     microbatches. UserError when a sequence is too long.
     """
     kept = [sequence for sequence in sequences if sequence.num_scored]
-    tokens_max, attention = gang.options.trainer.tokens_max, flex_tokens(policy)
-    texts, plans = plan_texts(kept, gang.size, tokens_max, rows, gang.context_ranks, attention)
+    tokens_max, attention = ranks.options.trainer.tokens_max, flex_tokens(policy)
+    texts, plans = plan_texts(kept, ranks.size, tokens_max, rows, ranks.context_ranks, attention)
     lengths = list(map(text_tokens, texts))
-    microbatches = [collate(texts, filled).to(gang.device) for filled in plans[gang.rank]]
+    microbatches = [collate(texts, filled).to(ranks.device) for filled in plans[ranks.rank]]
     num_tokens = sum(sequence.num_scored for sequence in kept)
     return StepBatch(
         microbatches,
         num_tokens,
         len(kept),
         sum(sequence.num_tokens for sequence in kept),
-        sum(slots for slots, _ in shapes(plans[:: gang.context_ranks], lengths)),
+        sum(slots for slots, _ in shapes(plans[:: ranks.context_ranks], lengths)),
         work_of(texts),
     )
 
@@ -212,7 +212,9 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
     return logprobs
 
 
-def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings) -> Metrics:
+def optimizer_step(
+    ranks: Ranks, resident: Resident, batch: StepBatch, part: LossPart, settings: StepSettings
+) -> Metrics:
     """Does one update of the weights.
 
     Returns the sums of all microbatches and ranks, with `loss`, `grad_norm` and `learning_rate`.
@@ -232,14 +234,14 @@ def optimizer_step(gang: Gang, resident: Resident, batch: StepBatch, part: LossP
         loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
         # gradients are reduced after every microbatch: unsharded until the last one they would take
         # 4 bytes a parameter on each rank
-        (loss * gang.size).backward()
+        (loss * ranks.size).backward()
         names = ["loss", *sums]
         part_sums = torch.stack([loss, *sums.values()]).detach().double()
         totals = part_sums if totals is None else totals + part_sums
     assert totals is not None
     gradients = resident.gradients()
-    squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum() / gang.copies
-    reduced = gang.sum(torch.cat([gang.once(totals), squares[None]]).cpu()).tolist()
+    squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum() / ranks.copies
+    reduced = ranks.sum(torch.cat([ranks.once(totals), squares[None]]).cpu()).tolist()
     result = dict(zip([*names, "grad_norm"], [*reduced[:-1], math.sqrt(reduced[-1])], strict=True))
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
         raise StepRefused(

@@ -12,11 +12,11 @@ from torch import Tensor
 from rlpipe.base.references import ArtifactRef
 from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
-from rlpipe.trainer.gang import Gang
-from rlpipe.trainer.jobs import GangJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
+from rlpipe.trainer.jobs import JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob, TrainerJob
 from rlpipe.trainer.model import load_policy
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.publishing import Publication, publication, upload
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.rl import Reference, train_rl
 from rlpipe.trainer.selftest import proven_rows
 from rlpipe.trainer.sending import Sending
@@ -34,15 +34,15 @@ class Trainer:
     there; without it they are in the store when the job is done.
     """
 
-    def __init__(self, gang: Gang, on_published: Callable[[Publication], None] | None = None) -> None:
-        self.gang = gang
-        self._on_published = on_published or partial(upload, gang.store, gang.published)
+    def __init__(self, ranks: Ranks, on_published: Callable[[Publication], None] | None = None) -> None:
+        self.ranks = ranks
+        self._on_published = on_published or partial(upload, ranks.store, ranks.published)
         self.resident: Resident | None = None
         self._reference: tuple[str, Reference] | None = None
         self._offloaded: Offloaded | None = None
-        self._sending = Sending(gang)
+        self._sending = Sending(ranks)
 
-    def run(self, job: GangJob) -> JobResult:
+    def run(self, job: TrainerJob) -> JobResult:
         """Does one job on all ranks.
 
         UserError, StoreError and StepRefused are raised on all ranks.
@@ -51,15 +51,15 @@ class Trainer:
         nor its result.
         """
         if isinstance(job, OffloadJob):
-            self._offloaded = self._offloaded or offload(self.gang, self._tensors())
+            self._offloaded = self._offloaded or offload(self.ranks, self._tensors())
             return JobResult()
         self._bring_back(job)
         if isinstance(job, SaveJob):
             assert self.resident is not None, "a save of nothing"
-            result = save(self.gang, self.resident, job)
-            with self.gang.together():
-                if self.gang.leads_node:
-                    self._on_published(publication(job, result, self.gang.node))
+            result = save(self.ranks, self.resident, job)
+            with self.ranks.together():
+                if self.ranks.leads_node:
+                    self._on_published(publication(job, result, self.ranks.node))
             return result
         if isinstance(job, OfferJob | SendJob):
             assert self.resident is not None, "nothing to send"
@@ -72,13 +72,13 @@ class Trainer:
                 self._reference = None
             del resident
             collect()  # reference cycles hold a sharded module; its memory is needed now
-            self.resident, differs = load(self.gang, job)
+            self.resident, differs = load(self.ranks, job)
             return JobResult(differs=differs)
         assert resident is not None, f"{job.kind} with nothing resident"
         if isinstance(job, SftJob):
-            result = train_sft(self.gang, resident, job)
+            result = train_sft(self.ranks, resident, job)
         else:
-            result = train_rl(self.gang, resident, self._reference_of(job.reference, resident), job)
+            result = train_rl(self.ranks, resident, self._reference_of(job.reference, resident), job)
         self.resident = resident
         return result
 
@@ -96,7 +96,7 @@ class Trainer:
         if self.resident is not None:
             yield from self.resident.held()
 
-    def _bring_back(self, job: GangJob) -> None:
+    def _bring_back(self, job: TrainerJob) -> None:
         """Restores what was offloaded; before a load it is dropped instead, as a load needs none of
         it.
         """
@@ -120,10 +120,10 @@ class Trainer:
             if self._reference is not None:
                 self._reference = None
                 collect()
-            if adapter := adapter_of_reference(self.gang, resident, ref):
+            if adapter := adapter_of_reference(self.ranks, resident, ref):
                 reference = Reference(resident.policy, resident.rows, adapter)
             else:
-                policy, _, _ = load_policy(self.gang, ref, frozen=True)
-                reference = Reference(policy, proven_rows(self.gang, policy))
+                policy, _, _ = load_policy(self.ranks, ref, frozen=True)
+                reference = Reference(policy, proven_rows(self.ranks, policy))
             self._reference = (ref.sha256, reference)
         return self._reference[1]

@@ -23,7 +23,7 @@ from rlpipe.config.source import read_config
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.stages.base import new_config
 from rlpipe.stages.model_source import place_of_model
-from scripts.fits_table import GANGS, SHAPES, in_page, row
+from scripts.fits_table import SHAPES, SPLITS, in_page, row
 from tests.deadlines import PIPELINE_S
 from tests.memory_of_a_step import LENGTH, TOKENS
 from tests.paths import ROOT
@@ -167,7 +167,7 @@ def test_the_lines_of_a_plan_add_up() -> None:
 def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
     """A row of it, and that all are there; `scripts/fits_table.py --write` makes it."""
     head, _, *rows = in_page()
-    assert [line.split("|")[1].strip() for line in rows] == [*SHAPES] and all(gang in head for gang in GANGS)
+    assert [line.split("|")[1].strip() for line in rows] == [*SHAPES] and all(ranks in head for ranks in SPLITS)
     assert row("Qwen3-0.6B") in rows
 
 

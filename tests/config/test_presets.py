@@ -47,8 +47,8 @@ def test_every_preset_is_valid_and_can_be_planned(name: str) -> None:
     assert "rollouts" in "\n".join(plan_lines(read_config(name, [], PRESETS)))
 
 
-def test_nodes_of_a_large_gang_each_hold_a_whole_copy() -> None:
-    """Split over the gang, every layer would cross the network between nodes twice a microbatch."""
+def test_nodes_of_a_large_trainer_each_hold_a_whole_copy() -> None:
+    """Split over all ranks, a layer would cross the network between nodes twice a microbatch."""
     trainer = read_config("multi-node", [], PRESETS).trainer
     assert (trainer.nodes, trainer.split_over) == (2, "node")
 

@@ -111,7 +111,7 @@ def test_nodes_take_turns_and_the_next_start_takes_them_over_without_a_bit_lost(
                 folder.wait_for("a", "rl/00001/batch/round-0/manifest.json", flow)
                 until(lambda: nodes_offloaded(folder) == 0, folder.said, running=flow, within_s=PIPELINE_S, look_s=0.01)
                 for process in descendants(started["trainer-1"], TRAINER):
-                    process.kill()  # and the gang has to meet again
+                    process.kill()  # and the trainer processes have to meet again
         finally:
             kill_group(flow)
         here.complete("a", *COLOCATED, *NODES)

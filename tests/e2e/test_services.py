@@ -1,5 +1,5 @@
-"""Runs whose gang and engines are services of their own: found, killed, adopted by the next start,
-ended when nobody needs them."""
+"""Runs whose trainer and engines are services of their own: found, killed, adopted by the next
+start, ended when nobody needs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELSEWHERE = ["trainer.place=elsewhere", "trainer.nodes=2", "engines.place=elsewh
 
 @contextlib.contextmanager
 def services(folder: Folder, nodes: dict[str, Node]) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Two nodes of a gang and a host, as somebody starts them on three nodes."""
+    """Two nodes of a trainer and a host, as somebody starts them on three nodes."""
     join = ["--store", folder.store, "--run", "a"]
     started = {
         f"node-{node}": on(nodes[f"node-{node}"], folder).start("trainer", *join, "--node", str(node))
@@ -51,7 +51,7 @@ def two_ranks(tmp_path: Path, prefect_api: dict[str, str]) -> Folder:
     return folder
 
 
-def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(
+def test_a_trainer_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all(
     folder: Folder, two_ranks: Folder
 ) -> None:
     with network("flow", "node-0", "node-1", "host") as nodes, services(folder, nodes) as started:
@@ -59,11 +59,11 @@ def test_a_gang_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_all
         flow = started["flow"] = here.start(*folder.run_arguments("a", *SHORT, *ELSEWHERE))
         folder.wait_for("a", "rl/00000/iteration.json", flow)
         for process in descendants(started["node-1"], "rlpipe.trainer.server"):  # the rank, and the launcher above it
-            process.kill()  # the whole gang has to meet again
+            process.kill()  # all trainer processes have to meet again
         folder.wait_for("a", "rl/00001/iteration.json", flow)
         kill_group(started.pop("flow"))  # and then nobody asks for anything
-        gang = {record.name: record.url for record in registered(folder.open_store(), "runs/a", TRAINER)}
-        assert list(gang) == ["node-0", "node-1"] and nodes["node-0"].address in gang["node-0"]
+        ranks = {record.name: record.url for record in registered(folder.open_store(), "runs/a", TRAINER)}
+        assert list(ranks) == ["node-0", "node-1"] and nodes["node-0"].address in ranks["node-0"]
         before = registered(folder.open_store(), "runs/a", ENGINES)
         assert all(process.poll() is None for process in started.values())
         here.complete("a", *SHORT, *ELSEWHERE)

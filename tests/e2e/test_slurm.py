@@ -1,4 +1,4 @@
-"""infra/slurm on a real Slurm (tests/slurm_world.py): a pipeline whose gang
+"""infra/slurm on a real Slurm (tests/slurm_world.py): a pipeline whose trainer
 and engines are two nodes each."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A team's stand: a run whose gang and engines are runs of deployments, undisturbed, with
+"""A team's stand: a run whose trainer and engines are runs of deployments, undisturbed, with
 everything killed once, and two at once."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
     first = start(stand, "c", "rl.num_iterations=500")  # it will not get that far
     wait_for_iteration(folder, "c", 0)
     second = start(stand, "d")
-    until(lambda: stand.services("d", TRAINER), "d asks for no gang", within_s=PIPELINE_S, look_s=1)
+    until(lambda: stand.services("d", TRAINER), "d asks for no trainer", within_s=PIPELINE_S, look_s=1)
     time.sleep(20)  # longer than a worker takes to start what it may
     (waiting,) = stand.services("d", TRAINER)
     assert waiting["state"]["type"] == "SCHEDULED" and process_of(waiting["id"]) is None

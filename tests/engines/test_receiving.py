@@ -1,5 +1,5 @@
-"""A real gang and real SGLang engines (`make test-sglang`): a policy out of the trainer's memory is
-the one of the files, and a fault ends on the disk's."""
+"""A real trainer and real SGLang engines (`make test-sglang`): a policy out of the trainer's memory
+is the one of the files, and a fault ends on the disk's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import GangProcess
+from rlpipe.trainer.process import TrainerProcesses
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import config
 from tests.trainer_world import load_new, save
@@ -35,7 +35,7 @@ pytestmark = [
 
 @dataclass
 class Made:
-    """A policy that a gang has published, and that no manifest names yet."""
+    """A policy that a trainer has published, and that no manifest names yet."""
 
     policy: ArtifactRef
     version: int
@@ -45,23 +45,25 @@ class Made:
 
 @dataclass
 class Pair:
-    """A gang and a host with two engines."""
+    """A trainer and a host with two engines."""
 
-    gang: TrainerClient
+    trainer: TrainerClient
     host: EngineHost
 
     async def make(self, version: int) -> Made:
-        """Another model as weight version `version`, resident in the gang."""
+        """Another model as weight version `version`, resident in the trainer."""
         position, folder = f"p{version}", f"runs/a/rl/{version - 1:05d}/policy"
-        await self.gang.run("load", load_new(position, seed=version))
-        answer = await self.gang.run("save", {**save(position, folder, None), "attempt": f"a{version}"})
-        await self.gang.run("upload", {"attempt": f"a{version}"})  # the next one takes its place on the gang's disk
+        await self.trainer.run("load", load_new(position, seed=version))
+        answer = await self.trainer.run("save", {**save(position, folder, None), "attempt": f"a{version}"})
+        await self.trainer.run(
+            "upload", {"attempt": f"a{version}"}
+        )  # the next one takes its place on the trainer's disk
         files = [FileRecord(**record) for record in answer["policy"]]
         manifest = Manifest("a", "rl", version - 1, "policy", {}, "", {}, files, {}, version, "test", "", "")
         document = sealed(manifest)
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
         places = [NodeDisk(place["disk"], "") for place in answer["places"]]
-        nearby = Nearby(folder, document.decode(), places, answer["made_on"], sender=self.gang.sender(position))
+        nearby = Nearby(folder, document.decode(), places, answer["made_on"], sender=self.trainer.sender(position))
         return Made(ref, version, Probe(**answer["probe"]), nearby)
 
     async def serve(self, made: Made, **changes: Sender | None) -> float:
@@ -83,16 +85,16 @@ class Pair:
 @contextlib.asynccontextmanager
 async def pair(folder: Path) -> AsyncIterator[Pair]:
     settings = config(f"store=file://{folder}/store", "engines.transport=tensor", "model.context_tokens_max=256")
-    gang = TrainerClient(GangProcess(settings, folder / "gang", "key"))
+    trainer = TrainerClient(TrainerProcesses(settings, folder / "trainer", "key"))
     host = EngineHost(settings, open_store(settings.store), folder / "host")
-    (folder / "gang").mkdir()
+    (folder / "trainer").mkdir()
     (folder / "host").mkdir()
-    await gang.start()
+    await trainer.start()
     try:
-        yield Pair(gang, host)
+        yield Pair(trainer, host)
     finally:
         await host.close()
-        await gang.close()
+        await trainer.close()
 
 
 async def test_engines_have_the_same_bits_whichever_way_a_policy_travelled(

@@ -37,7 +37,7 @@ from rlpipe.store import patience
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.run import OtherSettings, create_or_continue
-from rlpipe.trainer.client import GangLost
+from rlpipe.trainer.client import TrainerLost
 from tests.paths import ROOT
 
 TINY = read_config("tiny", [], ROOT / "flows" / "presets")
@@ -86,7 +86,8 @@ def test_a_preset_among_the_changes_is_the_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [StoreError("x is missing."), GangLost("x"), RewardLost("x"), OSError(5, "x"), ConnectionResetError("x")]
+    "error",
+    [StoreError("x is missing."), TrainerLost("x"), RewardLost("x"), OSError(5, "x"), ConnectionResetError("x")],
 )
 def test_an_error_is_told_what_to_do_once(error: Exception) -> None:
     advised = with_advice(error, TINY)

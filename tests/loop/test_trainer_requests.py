@@ -16,7 +16,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.loop.trainer_requests import ATTEMPTS_MAX, Upload, do_job
 from rlpipe.trainer import client as module
-from rlpipe.trainer.client import GangLost, NotResident, TrainerClient
+from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
 from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, LoadJob, SaveJob
 
 JOB = SaveJob("runs/a/rl/00001", "runs/a/rl/00001/policy", None, "a1", None, [0], 64)
@@ -41,8 +41,8 @@ def upload(trainer: PlayedTrainer, turn: str = "") -> Upload:
     async def ready() -> PlayedTrainer:
         return trainer
 
-    async def rebuild(gang: Any) -> None:
-        await gang.run("rebuild", {})
+    async def rebuild(trainer: Any) -> None:
+        await trainer.run("rebuild", {})
 
     memory = SimpleNamespace(turn=turn) if turn else None
     seat = SimpleNamespace(client=trainer, ready=ready, turn=asyncio.Lock(), memory=memory)
@@ -61,10 +61,10 @@ async def test_what_was_uploaded_is_never_asked_for_again() -> None:
 
 
 async def test_a_trainer_that_was_lost_makes_it_again_and_one_that_only_did_not_answer_is_asked_again() -> None:
-    trainer = PlayedTrainer(GangLost("no answer"), None)
+    trainer = PlayedTrainer(TrainerLost("no answer"), None)
     await upload(trainer).finish()
     assert trainer.calls == ["upload", "upload"]
-    trainer = PlayedTrainer(GangLost("gone"), NotResident("it holds nothing"), None)
+    trainer = PlayedTrainer(TrainerLost("gone"), NotResident("it holds nothing"), None)
     await upload(trainer).finish()
     assert trainer.calls == ["upload", "upload", "rebuild", "save", "upload"]
 
@@ -74,7 +74,7 @@ async def test_other_bits_are_not_taken_and_losses_have_a_bound() -> None:
     trainer.makes = SAVED | {"policy": [{"name": "a1/x", "bytes": 1, "sha256": "1"}]}
     with pytest.raises(TrainerError, match="have other bits"):
         await upload(trainer).finish()
-    trainer = PlayedTrainer(*[fault for _ in range(ATTEMPTS_MAX) for fault in (GangLost("gone"), NotResident(""))])
+    trainer = PlayedTrainer(*[fault for _ in range(ATTEMPTS_MAX) for fault in (TrainerLost("gone"), NotResident(""))])
     with pytest.raises(TrainerError, match="was lost 6 times"):
         await upload(trainer).finish()
     with pytest.raises(OSError, match="away"):
@@ -110,8 +110,8 @@ async def test_a_job_is_rebuilt_after_the_upload_in_progress_and_in_a_turn_of_it
 
     trainer.run = run  # pyright: ignore[reportAttributeAccessIssue]
 
-    async def rebuild(gang: Any) -> None:
-        await gang.run("replay", {})
+    async def rebuild(trainer: Any) -> None:
+        await trainer.run("replay", {})
 
     load = LoadJob("p", new=None, policy=None, state=ArtifactRef("runs/a/x", "0"))
     job = asyncio.create_task(do_job(way.session, load, rebuild, before_rebuild=uploaded.wait))
@@ -125,7 +125,7 @@ async def test_a_job_is_rebuilt_after_the_upload_in_progress_and_in_a_turn_of_it
 
 
 class PlayedPlace:
-    """A gang that is brought back, which takes a moment."""
+    """A trainer that is brought back, which takes a moment."""
 
     key, starts = "key", 0
 
@@ -142,7 +142,7 @@ class PlayedPlace:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | Exception], None]:
-    """How every call of the gang is answered from here on."""
+    """How every call of the trainer is answered from here on."""
 
     def answer(outcome: int | Exception) -> None:
         async def call(*arguments: object) -> tuple[int, bytes]:
@@ -156,14 +156,16 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | Exception], Non
     return answer
 
 
-async def test_a_gang_is_brought_back_once_for_all_that_asked_it(answered: Callable[[int | Exception], None]) -> None:
+async def test_a_trainer_is_brought_back_once_for_all_that_asked_it(
+    answered: Callable[[int | Exception], None],
+) -> None:
     place: Any = PlayedPlace()
     client = TrainerClient(place)
     await client.start()
     for times, outcome in enumerate((ConnectionError("gone"), STATUS_LOST), 1):
         answered(outcome)
         faults = await asyncio.gather(client.run("upload", {}), client.run("train", {}), return_exceptions=True)
-        assert [type(fault) for fault in faults] == [GangLost, GangLost]
+        assert [type(fault) for fault in faults] == [TrainerLost, TrainerLost]
         assert place.starts == times
         assert client.url == "http://there"
     answered(STATUS_STORE)

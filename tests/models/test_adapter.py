@@ -284,14 +284,14 @@ def test_a_plan_counts_the_adapter_and_a_trial_refuses_a_wrong_name() -> None:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(world.solo_gang(tmp_path, tokens_max=512))
+    return Trainer(world.one_rank(tmp_path, tokens_max=512))
 
 
 def base(trainer: Trainer) -> ArtifactRef:
     """A whole policy in the store."""
     world.run(trainer, "load", world.load_new(model=world.MODEL | {"tie_word_embeddings": False}))
     return world.saved(
-        trainer.gang.store, "base", world.run(trainer, "save", world.save("new", "base", None))["policy"]
+        trainer.ranks.store, "base", world.run(trainer, "save", world.save("new", "base", None))["policy"]
     )
 
 
@@ -302,7 +302,7 @@ def fresh(ref: ArtifactRef, **settings: Any) -> JsonDict:
 
 def trained(trainer: Trainer, ref: ArtifactRef, kind: str = "sft", **settings: Any) -> dict[str, ArtifactRef]:
     """Trains a new adapter; the policy and the state that it becomes."""
-    store = trainer.gang.store
+    store = trainer.ranks.store
     world.run(trainer, "load", fresh(ref))
     data = (
         world.conversations(store, "data", 48)
@@ -315,7 +315,7 @@ def trained(trainer: Trainer, ref: ArtifactRef, kind: str = "sft", **settings: A
 
 
 def test_only_the_adapter_is_trained_kept_and_stored(trainer: Trainer, tmp_path: Path) -> None:
-    store, ref = trainer.gang.store, base(trainer)
+    store, ref = trainer.ranks.store, base(trainer)
     made = trained(trainer, ref)
     resident = trainer.resident
     assert resident is not None and all(is_adapter(name) for name in resident.shards)
@@ -338,12 +338,12 @@ def test_only_the_adapter_is_trained_kept_and_stored(trainer: Trainer, tmp_path:
 def test_an_engine_with_the_merge_gives_the_trainer_s_logprobs(trainer: Trainer, tmp_path: Path) -> None:
     made = trained(trainer, base(trainer))
     probe = world.run(trainer, "save", world.save("trained", None, None))["probe"]
-    model = LocalModel(str(whole_policy(trainer.gang.store, made["policy"], tmp_path / "whole")), "cpu")
+    model = LocalModel(str(whole_policy(trainer.ranks.store, made["policy"], tmp_path / "whole")), "cpu")
     scored = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     differences = [abs(own - logprob) for own, logprob in zip(scored, probe["logprobs"], strict=True)]
     assert max(differences) < 1e-5
     model.reload(
-        str(whole_policy(trainer.gang.store, base_of(trainer.gang.store, made["policy"]) or made["policy"], tmp_path))
+        str(whole_policy(trainer.ranks.store, base_of(trainer.ranks.store, made["policy"]) or made["policy"], tmp_path))
     )
     other = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     assert max(abs(own - logprob) for own, logprob in zip(other, probe["logprobs"], strict=True)) > 1e-3
@@ -352,7 +352,7 @@ def test_an_engine_with_the_merge_gives_the_trainer_s_logprobs(trainer: Trainer,
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_what_is_loaded_again_is_what_was_saved(trainer: Trainer, kind: str) -> None:
-    store, ref = trainer.gang.store, base(trainer)
+    store, ref = trainer.ranks.store, base(trainer)
     made = trained(trainer, ref, kind)
     data = world.batch(store, "more", world.rollout_rows(6, 4, seed=3))
     finals = []
@@ -373,7 +373,7 @@ def test_what_is_loaded_again_is_what_was_saved(trainer: Trainer, kind: str) -> 
 
 
 def files_of(trainer: Trainer, ref: ArtifactRef) -> list[Any]:
-    return read_manifest(trainer.gang.store, ref.folder, ref.sha256).files
+    return read_manifest(trainer.ranks.store, ref.folder, ref.sha256).files
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_the_reference_is_the_resident_policy_with_another_adapter(
 ) -> None:
     """Off where RL starts from the base, that of version 0 after SFT: no second
     model, and the numbers of one."""
-    store, ref = trainer.gang.store, base(trainer)
+    store, ref = trainer.ranks.store, base(trainer)
     start = trained(trainer, ref)["policy"] if after_sft else ref
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
     settings: JsonDict = {"kl": "loss", "kl_coef": 0.1, "num_steps": 2, "learning_rate": 1e-2}
@@ -408,14 +408,14 @@ def test_the_reference_is_the_resident_policy_with_another_adapter(
 
 
 def test_in_bfloat16_the_base_is_held_so_and_the_adapter_has_masters(tmp_path: Path) -> None:
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=512, dtype="bfloat16"))
     made = trained(trainer, base(trainer), "rl")
     assert trainer.resident is not None
     kinds = {is_adapter(name): set() for name in ("x.lora_A.weight", "x")}
     for name, parameter in trainer.resident.policy.named_parameters():
         kinds[is_adapter(name)].add(parameter.dtype)
     assert kinds == {True: {torch.float32}, False: {torch.bfloat16}}
-    folder = whole_policy(trainer.gang.store, made["policy"], tmp_path / "whole")
+    folder = whole_policy(trainer.ranks.store, made["policy"], tmp_path / "whole")
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     probe = world.run(trainer, "save", world.save("trained", None, None))["probe"]
     scored = LocalModel(str(folder), "cpu").score(

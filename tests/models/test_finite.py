@@ -80,11 +80,11 @@ def test_the_trainer_reads_no_row_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_the_trainer_reads_no_adapter_that_is_not_finite(tmp_path: Path) -> None:
-    store, gang = open_store(f"file://{tmp_path}/store"), world.solo_gang(tmp_path)
+    store, ranks = open_store(f"file://{tmp_path}/store"), world.one_rank(tmp_path)
     ref = world.artifact(
         store, "runs/a/rl/00000/policy", {ADAPTER_WEIGHTS: save({f"{PREFIX}x": torch.tensor([[0.0], [INF]])})}
     )
-    rows = adapter_rows(gang, ref)
+    rows = adapter_rows(ranks, ref)
     assert rows("x", [2, 1], 0, 1).tolist() == [[0.0]]
     with pytest.raises(StoreError, match=rf"runs/a/rl/00000/policy: {PREFIX}x holds values"):
         rows("x", [2, 1], 0, 2)
@@ -92,12 +92,12 @@ def test_the_trainer_reads_no_adapter_that_is_not_finite(tmp_path: Path) -> None
 
 def test_a_host_gives_its_engines_no_difference_that_makes_a_number_none(tmp_path: Path) -> None:
     """Whoever can write the store can seal a difference again: its hashes are right."""
-    run, gang = create_or_continue(tiny(open_store(f"file://{tmp_path}/store"))), world.solo_gang(tmp_path)
+    run, ranks = create_or_continue(tiny(open_store(f"file://{tmp_path}/store"))), world.one_rank(tmp_path)
     good, bad = torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     bad[9] = NAN
     files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": save({"w": good})}
-    base = save_policy(gang, run, 1, files, None)
-    changed = save_policy(gang, run, 2, files | {"model.safetensors": save({"w": bad})}, base)
+    base = save_policy(ranks, run, 1, files, None)
+    changed = save_policy(ranks, run, 2, files | {"model.safetensors": save({"w": bad})}, base)
     host, probe = EngineHost(config(), run.store, tmp_path / "work"), Probe([1, 2], [-1.0])
     assert host._fetch(base, 1, probe, None).version == 1
     with pytest.raises(

@@ -262,13 +262,13 @@ def test_the_proof_chooses_flex_where_it_is_right(
 ) -> None:
     monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
     caplog.set_level(logging.INFO, "rlpipe")
-    trainer = Trainer(world.solo_gang(tmp_path, dtype=dtype, activation_checkpointing=True))
+    trainer = Trainer(world.one_rank(tmp_path, dtype=dtype, activation_checkpointing=True))
     world.run(trainer, "load", world.load_new())
     assert (
         trainer.resident is not None and uses_flex(trainer.resident.policy.lm) and trainer.resident.rows is Rows.SHARED
     )
     assert "qwen3: attention is computed by flex_attention, rows are shared" in caplog.text
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
     by_flex = world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
     assert by_flex["train/onpolicy_abs"] == 0
     saved = world.run(trainer, "save", world.save("b", "policy", None))
@@ -291,15 +291,15 @@ def test_a_family_that_flex_does_not_fit_keeps_its_own_attention(
 ) -> None:
     caplog.set_level(logging.INFO, "rlpipe")
     policy = small_policy(family)
-    before, gang = policy.lm.config._attn_implementation, world.solo_gang(tmp_path)
-    assert selftest.flex_rows(gang, policy) is None
+    before, ranks = policy.lm.config._attn_implementation, world.one_rank(tmp_path)
+    assert selftest.flex_rows(ranks, policy) is None
     assert policy.lm.config._attn_implementation == before
-    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.gang"]
+    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.ranks"]
     assert (
         record.levelno == logging.WARNING
         and "attention is computed as its own code has it, not by flex_attention" in caplog.text
     )
-    assert why in caplog.text and gang.told_users() == [record.getMessage()] and gang.told_users() == []
+    assert why in caplog.text and ranks.told_users() == [record.getMessage()] and ranks.told_users() == []
 
 
 def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_flex_that_computes_something_else_is_not_used(tmp_path: Path, monkeypat
     monkeypatch.setattr(
         Masks, "_first", lambda _masks, _kind, positions: torch.zeros_like(positions)
     )  # windows are forgotten
-    assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_flex(policy.lm)
+    assert selftest.flex_rows(world.one_rank(tmp_path), policy) is None and not uses_flex(policy.lm)
 
 
 class NoRoom(torch.autograd.Function):
@@ -342,10 +342,10 @@ def test_a_backward_pass_without_a_kernel_leaves_nothing_behind(
         if tried:
             monkeypatch.setattr(selftest, "FLEX_DEVICES", ("cpu",))
             monkeypatch.setattr(flex, "flex_attention", without_backward)
-        trainer = Trainer(world.solo_gang(tmp_path))
+        trainer = Trainer(world.one_rank(tmp_path))
         world.run(trainer, "load", world.load_new())
         assert trainer.resident is not None and not uses_flex(trainer.resident.policy.lm)
-        data = world.batch(trainer.gang.store, f"batch-{tried}", world.rollout_rows(6, 4))
+        data = world.batch(trainer.ranks.store, f"batch-{tried}", world.rollout_rows(6, 4))
         world.run(trainer, "train", world.train("a", "b", "rl", data))
         saved = world.run(trainer, "save", world.save("b", f"policy-{tried}", None))
         shas.append(world.digests(saved["policy"])["model.safetensors"])
@@ -364,16 +364,16 @@ def test_a_gradient_that_fails_all_the_same_ends_the_load(tmp_path: Path, monkey
         flex, "flex_attention", lambda *given, **how: (NoRoom.apply((made := real(*given, **how))[0]), made[1])
     )
     with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
-        world.run(Trainer(world.solo_gang(tmp_path)), "load", world.load_new())
+        world.run(Trainer(world.one_rank(tmp_path)), "load", world.load_new())
 
 
 @pytest.mark.slow
 def test_flex_whose_gradient_is_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gang, policy = world.solo_gang(tmp_path), small_policy("qwen3")
+    ranks, policy = world.one_rank(tmp_path), small_policy("qwen3")
     distances: list[float] = []
     distance = selftest.gradient_distance
     monkeypatch.setattr(selftest, "gradient_distance", lambda *given: distances.append(distance(*given)) or 0.5)
-    assert selftest.flex_rows(gang, policy) is None and not uses_flex(policy.lm) and distances[0] < 1e-5
+    assert selftest.flex_rows(ranks, policy) is None and not uses_flex(policy.lm) and distances[0] < 1e-5
 
 
 def test_own_attention_is_what_packed_rows_are_compared_with() -> None:

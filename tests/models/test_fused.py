@@ -78,7 +78,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     monkeypatch.setattr(selftest, "FUSED_DEVICES", ("cpu",))
     monkeypatch.setattr(selftest, "FIRST_TOKENS", 300)
     monkeypatch.setattr(selftest, "use_fused", partial(use_fused, backend=TRACED))
-    trainer = Trainer(world.solo_gang(folder, activation_checkpointing=True))
+    trainer = Trainer(world.one_rank(folder, activation_checkpointing=True))
     world.run(trainer, "load", world.load_new())
     assert trainer.resident is not None and trainer.resident.rows is Rows.SHARED
     return trainer
@@ -92,7 +92,7 @@ def test_the_proof_keeps_them_where_they_are_right(
     trainer = load(tmp_path, monkeypatch)
     assert trainer.resident is not None and uses_fused(trainer.resident.policy.lm)
     assert "attention is computed by flex_attention, norms and MLPs by kernels, rows are shared" in caplog.text
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
     assert world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]["train/onpolicy_abs"] == 0
     leave_fused(trainer.resident.policy.lm)  # the function is its family's
 
@@ -137,6 +137,6 @@ def test_where_flex_attention_is_at_fault_nothing_is_said_of_norms(
 ) -> None:
     monkeypatch.setattr(selftest, "FUSED_DEVICES", ("cpu",))
     policy = small_policy("bloom")
-    assert selftest.flex_rows(world.solo_gang(tmp_path), policy) is None and not uses_fused(policy.lm)
-    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.gang"]
+    assert selftest.flex_rows(world.one_rank(tmp_path), policy) is None and not uses_fused(policy.lm)
+    (record,) = [record for record in caplog.records if record.name == "rlpipe.trainer.ranks"]
     assert "does not support flex_attention" in record.getMessage()

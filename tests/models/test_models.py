@@ -138,7 +138,7 @@ def test_the_probe_reaches_beyond_a_window_where_the_context_does() -> None:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(world.solo_gang(tmp_path, tokens_max=512))
+    return Trainer(world.one_rank(tmp_path, tokens_max=512))
 
 
 def small(family: str) -> JsonDict:
@@ -150,7 +150,7 @@ def small(family: str) -> JsonDict:
 def test_a_policy_has_the_hubs_names_and_is_the_same_after_saving(
     trainer: Trainer, tmp_path: Path, family: str
 ) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     world.run(trainer, "load", world.load_new(model=small(family)))
     world.run(trainer, "train", world.train("new", "trained", "sft", world.conversations(store, "data", 32)))
     saved = world.run(trainer, "save", world.save("trained", "policy", "state"))
@@ -179,11 +179,11 @@ def _names(folder: Path) -> list[str]:
 
 def test_a_buffer_is_saved_in_its_own_number_type(tmp_path: Path) -> None:
     """The router's biases are used in float32, in which they differ by less than bfloat16 tells."""
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=512, dtype="bfloat16"))
     world.run(trainer, "load", world.load_new(model=small("deepseek_v3")))
     saved = world.run(trainer, "save", world.save("new", "policy", None))
     folder = materialise(
-        trainer.gang.store, world.saved(trainer.gang.store, "policy", saved["policy"]), tmp_path / "local"
+        trainer.ranks.store, world.saved(trainer.ranks.store, "policy", saved["policy"]), tmp_path / "local"
     )
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         kinds = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
@@ -192,11 +192,11 @@ def test_a_buffer_is_saved_in_its_own_number_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "mbart", "rwkv", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_a_gang_trains_what_is_built_unlike_others(trainer: Trainer, family: str) -> None:
+def test_the_trainer_trains_what_is_built_unlike_others(trainer: Trainer, family: str) -> None:
     """Layers named within layers; weights that are set anew by name, and cannot be where they are
     sharded; buffers that another module makes."""
     world.run(trainer, "load", world.load_new(model=small(family)))
-    data = world.conversations(trainer.gang.store, "data", 8)
+    data = world.conversations(trainer.ranks.store, "data", 8)
     metrics = world.run(trainer, "train", world.train("new", "trained", "sft", data, {"num_steps": 2}))["metrics"]
     assert metrics["train/num_tokens"] > 0
     assert world.run(trainer, "save", world.save("trained", "policy", None))["policy"]
@@ -204,7 +204,7 @@ def test_a_gang_trains_what_is_built_unlike_others(trainer: Trainer, family: str
 
 def test_the_load_of_experts_is_that_of_transformers_own_router(trainer: Trainer, tmp_path: Path) -> None:
     """Counted for the trained tokens, each as the model routes it in its text alone."""
-    store, data = trainer.gang.store, world.conversations(trainer.gang.store, "data", 16)
+    store, data = trainer.ranks.store, world.conversations(trainer.ranks.store, "data", 16)
     world.run(trainer, "load", world.load_new(model=small("qwen3_moe")))
     saved = world.run(trainer, "save", world.save("new", "policy", None))["policy"]
     lm = AutoModelForCausalLM.from_pretrained(
@@ -234,7 +234,7 @@ def test_the_load_of_experts_is_that_of_transformers_own_router(trainer: Trainer
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_next", "cohere2"])
 def test_the_loss_of_sft_is_transformers_own(trainer: Trainer, tmp_path: Path, family: str) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     world.run(trainer, "load", world.load_new(model=small(family)))
     saved = world.run(trainer, "save", world.save("new", "policy", None))["policy"]
     lm = AutoModelForCausalLM.from_pretrained(

@@ -19,7 +19,7 @@ from rlpipe.engines.commands import EngineAddress, check_python, environment_of
 from rlpipe.engines.toolkit import CUDA_HOMES, toolkit_environment
 from rlpipe.processes import gpus
 from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
-from rlpipe.trainer.process import GangProcess
+from rlpipe.trainer.process import TrainerProcesses
 from tests.paths import PRESETS
 
 
@@ -77,7 +77,7 @@ def test_the_gpus_of_a_job_are_those_that_it_inherited(
         "engines.gpu_ids=[3,0]",
     ]
     config = read_config("tiny", sets, PRESETS)
-    trainer = GangProcess(config, tmp_path, "key")
+    trainer = TrainerProcesses(config, tmp_path, "key")
     if isinstance(seen, str):
         with pytest.raises(UserError, match=rf"^trainer\.gpu_ids=\[1\]: with CUDA_VISIBLE_DEVICES={inherited} {seen}"):
             trainer._environment()
@@ -230,7 +230,7 @@ def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_star
     with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no C compiler \(gcc, clang\).*apt-get install gcc"):
         look()
     with pytest.raises(UserError, match=r"^trainer\.gpu_ids: no C compiler"):  # on whichever node it is
-        asyncio.run(GangProcess(config, tmp_path / "work", "key").start())
+        asyncio.run(TrainerProcesses(config, tmp_path / "work", "key").start())
     assert not (tmp_path / "work").exists(), "nothing was started"
     (tmp_path / "bin" / "clang").touch(mode=0o755)
     assert look() == ""

@@ -110,7 +110,7 @@ def test_an_extra_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         extras.opened(extras.COMMANDS["sql"], "rlpipe sql")
 
 
-BANNED = {"told", "asked", "found", "mine", "each"}
+BANNED = {"told", "asked", "found", "mine", "each", "gang", "team"}
 SOURCES = [path for folder in ("rlpipe", "flows", "tasks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -41,7 +41,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import GangService, RegisteredGang
+from rlpipe.trainer.process import RegisteredTrainer, TrainerService
 from tests.paths import PRESETS
 
 KEY, POLICY, MOMENT = "the-key-of-all-services", "runs/a/rl/00000/policy", "2026-03-04T05:06:07.000+00:00"
@@ -77,7 +77,7 @@ class World:
     run: Run
     living: HostService
     host: Listener  # at the address of a host that died
-    gang: Listener  # at that of a gang
+    trainer: Listener  # at that of a trainer
 
 
 def config_of(folder: Path) -> PipelineConfig:
@@ -122,7 +122,7 @@ async def statuses(url: str, key: str) -> set[int]:
 
 
 async def ask_all(world: World, folder: Path) -> None:
-    """All that a flow says to a host and to its engines, and to a gang; and a living
+    """All that a flow says to a host and to its engines, and to a trainer; and a living
     host that is to fetch from both."""
     finder = HostFinder(world.run, folder, nobody_starts)
     hosts = {host.name: host for host in await finder.find()}
@@ -134,7 +134,7 @@ async def ask_all(world: World, folder: Path) -> None:
     await engine.read("/health", 5.0)
     await engine.control("/pause_generation", {}, 5.0)
     await finder.close()
-    trainer = TrainerClient(RegisteredGang(world.run, nobody_starts))
+    trainer = TrainerClient(RegisteredTrainer(world.run, nobody_starts))
     await trainer.start()
     await trainer.run("load", {"kind": "load"})
     assert trainer.serves_files
@@ -153,35 +153,35 @@ async def ask_all(world: World, folder: Path) -> None:
 async def test_who_listens_where_a_service_died_learns_nothing_that_another_takes(world: World, tmp_path: Path) -> None:
     await ask_all(world, tmp_path)
     for listener, asked in ((world.host, ("GET /status", "POST /serve", "GET /health", "POST /pause_generation")),
-                            (world.gang, ("GET /status", "POST /load", f"GET {FILES}/{POLICY}"))):  # fmt: skip
+                            (world.trainer, ("GET /status", "POST /load", f"GET {FILES}/{POLICY}"))):  # fmt: skip
         assert [any(request.startswith(one) for request in listener.sent) for one in asked] == [True] * len(asked)
-    learned = world.host.keys | world.gang.keys
-    assert len(learned) == 4 and KEY not in " ".join(world.host.sent + world.gang.sent)
-    assert not world.host.keys & world.gang.keys
+    learned = world.host.keys | world.trainer.keys
+    assert len(learned) == 4 and KEY not in " ".join(world.host.sent + world.trainer.sent)
+    assert not world.host.keys & world.trainer.keys
     assert await statuses(world.living.registration.record.url, world.living.key) == {200, 404, 409}
     for key in (*learned, KEY, ""):
         assert await statuses(world.living.registration.record.url, key) == {401}
     assert not learned & {world.living.key, *world.living.host.keys}
 
 
-async def test_a_gang_takes_another_key_after_each_of_its_starts_and_from_each_service(
+async def test_a_trainer_takes_another_key_after_each_of_its_starts_and_from_each_service(
     tmp_path: Path, world: World
 ) -> None:
     config = config_of(tmp_path)
     keys = []
     for _service in range(2):
-        service = GangService(world.store, config, 0, "127.0.0.1")
+        service = TrainerService(world.store, config, 0, "127.0.0.1")
         await service.registration.enter()
         for _start in range(2):
             await service._meeting_point("")
             (record,) = registered(world.store, world.run.root, TRAINER)
             keys.append(service.registration.record.key)
             assert record.key == keys[-1]
-    assert len({*keys, *world.gang.keys, KEY}) == 5
+    assert len({*keys, *world.trainer.keys, KEY}) == 5
 
 
 async def test_who_listens_there_cannot_send_the_flow_on_with_its_key(world: World, tmp_path: Path) -> None:
-    world.host.to = world.gang.to = world.living.registration.record.url
+    world.host.to = world.trainer.to = world.living.registration.record.url
     before = world.living._called_at
     (record,) = [record for record in registered(world.store, world.run.root, ENGINES) if record.name == "dead"]
     async with new_session() as session:
@@ -221,7 +221,11 @@ async def test_a_host_fetches_only_from_services_of_its_run(world: World) -> Non
         POLICY, "{}", [NodeDisk("/nowhere", "http://10.6.6.6:1/files")], peers=["http://10.6.6.7:1/files"]
     )
     keys = file_keys(world.store, world.run.root)
-    assert keys.keys() == {world.host.url + FILES, world.gang.url + FILES, world.living.registration.record.files_url}
+    assert keys.keys() == {
+        world.host.url + FILES,
+        world.trainer.url + FILES,
+        world.living.registration.record.files_url,
+    }
     assert not keys.keys() & {*stranger.servers}
 
 
@@ -231,12 +235,12 @@ async def test_a_host_whose_store_is_away_fetches_with_the_keys_that_it_read_las
     def away(*_: object) -> dict[str, str]:
         raise OSError("the store is away")
 
-    host, nearby = world.living.host, Nearby(POLICY, "{}", [NodeDisk("/nowhere", world.gang.url + FILES)])
+    host, nearby = world.living.host, Nearby(POLICY, "{}", [NodeDisk("/nowhere", world.trainer.url + FILES)])
     for read in (host_module.file_keys, away):
         monkeypatch.setattr(host_module, "file_keys", read)
         with pytest.raises(StoreError):  # there is no such policy, it found out
             await asyncio.to_thread(host._fetch, ArtifactRef(POLICY, "0" * 64), 1, Probe([1, 2], [0.0]), nearby)
-        assert world.gang.url + FILES in host._file_keys
+        assert world.trainer.url + FILES in host._file_keys
 
 
 async def test_without_a_services_key_none_is_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,4 +256,4 @@ async def test_a_key_that_is_none_is_refused_before_any_service_is_waited_for(
     with pytest.raises(UserError, match=f"{KEY_VARIABLE} has characters"):
         HostFinder(world.run, tmp_path, nobody_starts)
     with pytest.raises(UserError, match=f"{KEY_VARIABLE} has characters"):
-        RegisteredGang(world.run, nobody_starts)
+        RegisteredTrainer(world.run, nobody_starts)

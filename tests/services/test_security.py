@@ -47,7 +47,7 @@ from rlpipe.trainer import server as server_module
 from rlpipe.trainer.board import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
-from rlpipe.trainer.server import GangServer
+from rlpipe.trainer.server import TrainerServer
 from tests.deadlines import DEADLINE_S, until_async
 from tests.paths import ROOT
 
@@ -126,17 +126,17 @@ def refuse(event, args):
         raise RuntimeError(f"unpickled: {args}")
 
 folder = Path(sys.argv[1])
-store, gang = open_store(f"file://{folder}/store"), world.solo_gang(folder)
+store, ranks = open_store(f"file://{folder}/store"), world.one_rank(folder)
 data = world.conversations(store, "runs/a/data", 24)
 batch = world.batch(store, "runs/a/batch", world.rollout_rows(4, 2))
-first = Trainer(gang)
+first = Trainer(ranks)
 world.run(first, "load", world.load_new())
 sys.addaudithook(refuse)
 world.run(first, "train", world.train("new", "b", "sft", data))
 told = world.run(first, "save", world.save("b", "runs/a/policy", "runs/a/state"))
 for name in ("policy", "state"):
     ref = world.saved(store, f"runs/a/{name}", told[name])
-    second = Trainer(gang)
+    second = Trainer(ranks)
     world.run(second, "load", world.load_ref("c", name, ref))
 world.run(second, "train", world.train("c", "d", "rl", batch))
 read_rows(store, data, "conversations.parquet", CONVERSATIONS)
@@ -199,7 +199,7 @@ def test_a_manifest_whose_files_lead_elsewhere_is_refused(name: str, tmp_path: P
     assert not (tmp_path / "local").exists()
 
 
-# --- the gang's HTTP
+# --- the trainer's HTTP
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def request_s() -> float:
 
 
 @pytest.fixture
-def gang_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[GangServer]:
+def trainer_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerServer]:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setattr(bounded, "REQUEST_S", request_s)
     monkeypatch.setattr(bounded, "CONNECTIONS_MAX", 4)
@@ -217,7 +217,7 @@ def gang_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatc
         store=f"file://{tmp_path}/store", run="a", host="127.0.0.1", port=0, work_dir=str(tmp_path)
     )
     uploads = Uploads(open_store(options.store), tmp_path / "published")
-    server, loop = GangServer(options, Board(), 1, uploads), asyncio.new_event_loop()
+    server, loop = TrainerServer(options, Board(), 1, uploads), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     serving = asyncio.run_coroutine_threadsafe(server.serve(), loop)
@@ -229,11 +229,11 @@ def gang_server(tmp_path: Path, request_s: float, monkeypatch: pytest.MonkeyPatc
     loop.close()
 
 
-def connected(server: GangServer) -> socket.socket:
+def connected(server: TrainerServer) -> socket.socket:
     return socket.create_connection(server.address, timeout=DEADLINE_S)
 
 
-def answer_to(server: GangServer, *parts: bytes) -> bytes:
+def answer_to(server: TrainerServer, *parts: bytes) -> bytes:
     """All that comes back for these bytes, until the server closes."""
     with connected(server) as made:
         for part in parts:
@@ -247,16 +247,16 @@ def answer_to(server: GangServer, *parts: bytes) -> bytes:
 
 def head(path: str, *lines: str, method: str = "POST", key: str = KEY) -> bytes:
     return "\r\n".join(
-        [f"{method} /{path} HTTP/1.1", "Host: gang", f"Authorization: Bearer {key}", *lines, "", ""]
+        [f"{method} /{path} HTTP/1.1", "Host: trainer", f"Authorization: Bearer {key}", *lines, "", ""]
     ).encode()
 
 
 @pytest.mark.parametrize(
     "authorization", ["", "Bearer", "Bearer wrong", f"Bearer {KEY}x", KEY, f"Basic {KEY}", f"bearer {KEY}", "Bearer ü"]
 )
-def test_the_gang_tells_a_stranger_nothing(gang_server: GangServer, authorization: str) -> None:
+def test_the_trainer_tells_a_stranger_nothing(trainer_server: TrainerServer, authorization: str) -> None:
     for method, path in (("GET", "/health"), ("GET", "/status"), ("GET", "/x"), ("POST", "/load"), ("POST", "/x")):
-        client = http.client.HTTPConnection(*gang_server.address, timeout=DEADLINE_S)
+        client = http.client.HTTPConnection(*trainer_server.address, timeout=DEADLINE_S)
         headers = {"Authorization": authorization.encode()} if authorization else {}
         client.request(method, path, b"{}" if method == "POST" else None, headers)
         answer = client.getresponse()
@@ -267,23 +267,23 @@ def test_the_gang_tells_a_stranger_nothing(gang_server: GangServer, authorizatio
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e9", "²", "9" * 400, "99999999", "4194305"])
 def test_a_body_of_no_length_or_too_much_is_not_read(
-    gang_server: GangServer, length: str, caplog: pytest.LogCaptureFixture
+    trainer_server: TrainerServer, length: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = answer_to(gang_server, head("load", f"Content-Length: {length}"), b"x" * 100)
+    said = answer_to(trainer_server, head("load", f"Content-Length: {length}"), b"x" * 100)
     assert said.split(b" ")[1] == (b"413" if length.isascii() and length.isdecimal() and len(length) < 20 else b"400")
-    stranger = answer_to(gang_server, head("load", f"Content-Length: {length}", key="wrong"), b"x" * 100)
+    stranger = answer_to(trainer_server, head("load", f"Content-Length: {length}", key="wrong"), b"x" * 100)
     assert stranger == b"" or stranger.split(b" ")[1] in (b"400", b"401")
     assert not caplog.records, "strangers cannot fill the log"
 
 
-def test_a_chunked_body_is_refused(gang_server: GangServer) -> None:
-    said = answer_to(gang_server, head("load", "Transfer-Encoding: chunked"), b"5\r\nGET /\r\n0\r\n\r\n")
+def test_a_chunked_body_is_refused(trainer_server: TrainerServer) -> None:
+    said = answer_to(trainer_server, head("load", "Transfer-Encoding: chunked"), b"5\r\nGET /\r\n0\r\n\r\n")
     assert said.split(b" ")[1] == b"411" and said.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.parametrize("request_s", [0.5])
-def test_who_sends_a_byte_now_and_then_is_cut_off(gang_server: GangServer) -> None:
-    with connected(gang_server) as slow:
+def test_who_sends_a_byte_now_and_then_is_cut_off(trainer_server: TrainerServer) -> None:
+    with connected(trainer_server) as slow:
         for byte in head("load", "X: " + "y" * 2000):
             if closed(slow):
                 return
@@ -293,8 +293,8 @@ def test_who_sends_a_byte_now_and_then_is_cut_off(gang_server: GangServer) -> No
 
 
 @pytest.mark.parametrize("request_s", [0.5])
-def test_a_body_that_does_not_come_is_not_waited_for(gang_server: GangServer) -> None:
-    said = answer_to(gang_server, head("load", "Content-Length: 100"), b"x")
+def test_a_body_that_does_not_come_is_not_waited_for(trainer_server: TrainerServer) -> None:
+    said = answer_to(trainer_server, head("load", "Content-Length: 100"), b"x")
     assert said == b"" or said.split(b" ")[1] == b"504"
 
 
@@ -311,22 +311,22 @@ def closed(made: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("request_s", [1.0])
-def test_connections_are_bounded_and_come_free_again(gang_server: GangServer) -> None:
-    silent = [connected(gang_server) for _ in range(12)]
+def test_connections_are_bounded_and_come_free_again(trainer_server: TrainerServer) -> None:
+    silent = [connected(trainer_server) for _ in range(12)]
     for made in silent:  # some unheard, the others after REQUEST_S
         assert made.recv(1) == b""
         made.close()
-    said = answer_to(gang_server, head("health", "Connection: close", method="GET"))
+    said = answer_to(trainer_server, head("health", "Connection: close", method="GET"))
     assert said.split(b" ")[1] == b"200"
 
 
 @pytest.mark.parametrize("body", ["[" * 100_000, "{", "null", "[]", '{"position": 1}'])
-def test_a_body_that_is_no_job_is_refused(gang_server: GangServer, body: str) -> None:
-    said = answer_to(gang_server, head("load", f"Content-Length: {len(body)}", "Connection: close"), body.encode())
+def test_a_body_that_is_no_job_is_refused(trainer_server: TrainerServer, body: str) -> None:
+    said = answer_to(trainer_server, head("load", f"Content-Length: {len(body)}", "Connection: close"), body.encode())
     assert said.split(b" ")[1] == b"400"
 
 
-def get(server: GangServer, path: str, key: str = KEY, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+def get(server: TrainerServer, path: str, key: str = KEY, method: str = "GET", **headers: str) -> tuple[int, bytes]:
     client = http.client.HTTPConnection(*server.address, timeout=DEADLINE_S)
     client.putrequest(method, path, skip_accept_encoding=True)
     for name, value in {"Authorization": f"Bearer {key}", **headers}.items():
@@ -338,8 +338,8 @@ def get(server: GangServer, path: str, key: str = KEY, method: str = "GET", **he
     return answer.status, body
 
 
-def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(
-    gang_server: GangServer, tmp_path: Path
+def test_the_trainer_gives_what_it_published_to_who_has_the_key_and_nothing_else(
+    trainer_server: TrainerServer, tmp_path: Path
 ) -> None:
     disk = tmp_path / "published"
     (disk / "runs/a/policy/a1").mkdir(parents=True)
@@ -348,12 +348,12 @@ def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(
     (disk / "runs/link").symlink_to(tmp_path / "secret")
     (disk / "runs/up").symlink_to(tmp_path)
     path = "/files/runs/a/policy/a1/x"
-    assert get(gang_server, path) == (200, b"weights")
-    assert get(gang_server, path, Range="bytes=2-4") == (206, b"igh")
-    assert get(gang_server, path, method="HEAD") == (200, b"")
-    assert get(gang_server, path, Range="bytes=99-")[0] == 416
+    assert get(trainer_server, path) == (200, b"weights")
+    assert get(trainer_server, path, Range="bytes=2-4") == (206, b"igh")
+    assert get(trainer_server, path, method="HEAD") == (200, b"")
+    assert get(trainer_server, path, Range="bytes=99-")[0] == 416
     for key in ("", "wrong", f"{KEY}x"):
-        assert get(gang_server, path, key)[0] == 401
+        assert get(trainer_server, path, key)[0] == 401
     outside = [
         "../secret", "runs/../../secret", "%2e%2e/secret", "..%2fsecret", "runs/link", "runs/up/secret",
         f"/{tmp_path}/secret", "%2f" + str(tmp_path)[1:] + "/secret",
@@ -361,20 +361,20 @@ def test_the_gang_gives_what_it_published_to_who_has_the_key_and_nothing_else(
         "runs/./a/policy/a1/x",
     ]  # fmt: skip
     for key in outside:
-        status, body = get(gang_server, f"/files/{key}")
+        status, body = get(trainer_server, f"/files/{key}")
         assert status == 404 and b"secret" not in body.replace(b"secret' is not", b"").replace(b"/secret", b""), key
-    assert get(gang_server, path, method="POST")[0] == 404
+    assert get(trainer_server, path, method="POST")[0] == 404
 
 
 def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
-    gang_server: GangServer, monkeypatch: pytest.MonkeyPatch
+    trainer_server: TrainerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "WAIT_S", 0.05)
-    uploads, gate = gang_server.uploads, threading.Event()
+    uploads, gate = trainer_server.uploads, threading.Event()
 
     def post(attempt: str) -> tuple[int, dict[str, object]]:
         body = json.dumps({"attempt": attempt}).encode()
-        said = answer_to(gang_server, head("upload", f"Content-Length: {len(body)}", "Connection: close"), body)
+        said = answer_to(trainer_server, head("upload", f"Content-Length: {len(body)}", "Connection: close"), body)
         return int(said.split(b" ")[1]), json.loads(said.partition(b"\r\n\r\n")[2])
 
     assert post("../x")[0] == 400
@@ -391,13 +391,13 @@ def test_an_upload_is_waited_for_by_its_attempt_and_counts_as_work(
         gate.clear()
         uploads.begin(Publication("a1", {}, {}))
         assert post("a1")[0] == 202
-        assert json.loads(get(gang_server, "/status")[1])["idle_s"] == 0
+        assert json.loads(get(trainer_server, "/status")[1])["idle_s"] == 0
         gate.set()
         sending = uploads.of("a1")
         assert sending is not None
         sending.exception(timeout=DEADLINE_S)
         assert post("a1") == (status, {"error": f"the upload failed: {fault}"} if fault else {"result": {}})
-    assert json.loads(get(gang_server, "/status")[1])["idle_s"] > 0
+    assert json.loads(get(trainer_server, "/status")[1])["idle_s"] > 0
 
 
 # --- the host's HTTP

@@ -49,7 +49,14 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.run import Run, create_or_continue
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.process import ALLOCATOR, GangProcess, GangService, RegisteredGang, TrainerOptions, launcher_argv
+from rlpipe.trainer.process import (
+    ALLOCATOR,
+    RegisteredTrainer,
+    TrainerOptions,
+    TrainerProcesses,
+    TrainerService,
+    launcher_argv,
+)
 from tests.deadlines import DEADLINE_S, until_async
 from tests.paths import PRESETS
 
@@ -158,7 +165,7 @@ async def test_a_dismissed_service_ends(store: Store) -> None:
     await until_registered(one)
     dismiss(store, ROOT, ENGINES, "node-0")
     dismiss(store, ROOT, ENGINES, "node-0")  # by two at once
-    await one.change(url="http://127.0.0.1:4")  # its gang came back a moment too late
+    await one.change(url="http://127.0.0.1:4")  # its trainer came back a moment too late
     assert registered(store, ROOT, ENGINES) == []
     assert "dismissed" in await serving
 
@@ -273,13 +280,13 @@ async def test_missing_nodes_are_started_until_one_answers_and_dismissed_at_the_
     finder = ServiceFinder(run_with(store, f"{kind}.place=deployment", f"{kind}.nodes=2"), kind, start)
     (peer,) = await asyncio.wait_for(finder.find(), DEADLINE_S)
     assert peer.record.url == url and starts[:2] == [(kind, 0, False), (kind, 1, False)]
-    # a gang answers as one; of the engines the second node is still missing
+    # a trainer answers as one; of the engines the second node is still missing
     assert starts[2:] == ([(ENGINES, 1, False)] if kind == ENGINES else [])
     await finder.close()
     assert registered(store, ROOT, kind) == []
 
 
-async def test_a_gang_is_there_when_its_first_node_answers(
+async def test_a_trainer_is_there_when_its_first_node_answers(
     store: Store, neighbour: tuple[Neighbour, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have a URL too, of what they publish.
@@ -288,15 +295,15 @@ async def test_a_gang_is_there_when_its_first_node_answers(
     """
     monkeypatch.setattr(finding_module, "LOST_S", 0.2)
     run, (_, url) = run_with(store, "trainer.place=elsewhere", "trainer.nodes=2"), neighbour
-    gang = RegisteredGang(run, nobody_starts)
-    assert await gang.running() == ""
+    trainer = RegisteredTrainer(run, nobody_starts)
+    assert await trainer.running() == ""
     await Registration(store, ROOT, TRAINER, ServiceRecord("node-1", url)).enter()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(gang.start(), 1.0)  # short: nobody comes
-    assert await gang.running() == ""
+        await asyncio.wait_for(trainer.start(), 1.0)  # short: nobody comes
+    assert await trainer.running() == ""
     for there, expected in (("", ""), (url, url), (f"http://127.0.0.1:{free_port()}", "")):
         await Registration(store, ROOT, TRAINER, ServiceRecord("node-0", there)).enter()
-        assert await gang.running() == expected
+        assert await trainer.running() == expected
 
 
 @pytest.mark.parametrize("kind", [ENGINES, TRAINER])
@@ -312,7 +319,7 @@ async def test_a_lost_service_is_replaced_once(store: Store, monkeypatch: pytest
     assert lost[0] is False and not any(first and second for first, second in itertools.pairwise(lost))
 
 
-async def test_a_gang_that_is_only_starting_is_not_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_that_is_only_starting_is_not_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding_module, "LOST_S", 0.0)
     monkeypatch.setattr(finding_module, "LOOK_AGAIN_S", 0.05)
     starts = Starts()
@@ -446,30 +453,30 @@ async def test_a_service_that_is_reached_again_is_said_to_be_once(
     assert told[0].endswith("cannot be reached") and told[1].endswith("is reached again")
 
 
-async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_gang_has_ended(
+async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_trainer_has_ended(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_with(store, "trainer.place=elsewhere", "trainer.nodes=2").config
-    behind = GangService(store, config, 1, "127.0.0.1")
+    behind = TrainerService(store, config, 1, "127.0.0.1")
     now = time.monotonic()
     monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: now + 100))
     assert await behind.idle_s() >= 100
-    monkeypatch.setattr(GangProcess, "alive", True)
-    behind._gang = GangProcess(config, Path("/nowhere"), "key", node=1)
+    monkeypatch.setattr(TrainerProcesses, "alive", True)
+    behind._trainer = TrainerProcesses(config, Path("/nowhere"), "key", node=1)
     assert await behind.idle_s() == 0
 
 
 @pytest.mark.parametrize("status", [409, 410, 500, 502, 503])
-async def test_a_gang_that_says_it_is_lost_is_not_idle(
+async def test_a_trainer_that_says_it_is_lost_is_not_idle(
     store: Store, neighbour: tuple[Neighbour, str], status: int
 ) -> None:
     """The service starts it again; its answer has no idle time."""
     played, url = neighbour
     played.status = status
     config = run_with(store, "trainer.place=elsewhere").config
-    first = GangService(store, config, 0, "127.0.0.1")
-    first._gang = GangProcess(config, Path("/nowhere"), "key")
-    first._gang.url = url
+    first = TrainerService(store, config, 0, "127.0.0.1")
+    first._trainer = TrainerProcesses(config, Path("/nowhere"), "key")
+    first._trainer.url = url
     assert await first.idle_s() == 0.0 and played.calls == 1
 
 
@@ -535,7 +542,7 @@ def test_places_that_make_no_sense_are_refused(sets: list[str], message: str) ->
 
 
 @given(nodes=st.integers(2, 9), ranks=st.integers(1, 8), data=st.data())
-def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, data: st.DataObject) -> None:
+def test_the_nodes_of_a_trainer_agree_on_where_they_meet(nodes: int, ranks: int, data: st.DataObject) -> None:
     node = data.draw(st.integers(0, nodes - 1))
     options = TrainerOptions(
         store="file:///s", run="a", host="127.0.0.1", port=1, work_dir="/tmp/w",
@@ -551,23 +558,23 @@ def test_the_nodes_of_a_gang_agree_on_where_they_meet(nodes: int, ranks: int, da
     assert (options_of["--master-addr"], options_of["--master-port"]) == ("10.0.0.1", "29500")
 
 
-async def test_a_gang_that_did_not_come_up_can_be_started_again(
+async def test_a_trainer_that_did_not_come_up_can_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [sys.executable, "-c", "raise SystemExit('Address already in use')"]
     monkeypatch.setattr("rlpipe.trainer.process.launcher_argv", lambda *_, **__: ends)
-    gang = GangProcess(read_config("tiny", [], PRESETS), tmp_path, "key")
+    trainer = TrainerProcesses(read_config("tiny", [], PRESETS), tmp_path, "key")
     for _attempt in range(2):
         with pytest.raises(TrainerError, match="Address already in use"):
-            await gang.start()
+            await trainer.start()
 
 
-def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
+def test_a_trainer_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def environment(*sets: str) -> dict[str, str]:
         config = read_config("tiny", ["model.dtype=bfloat16", *sets], PRESETS)
-        return GangProcess(config, tmp_path, "key")._environment()
+        return TrainerProcesses(config, tmp_path, "key")._environment()
 
     for name in (*ALLOCATOR, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -581,7 +588,7 @@ def test_a_gang_on_gpus_grows_its_segments_unless_somebody_chose_otherwise(
             assert not ALLOCATOR & environment("trainer.gpu_ids=[2]").keys()
 
 
-async def test_what_a_gang_warns_of_is_said_by_the_flow(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_trainer_warns_of_is_said_by_the_flow(caplog: pytest.LogCaptureFixture) -> None:
     """Its own log is on another machine."""
 
     async def load(_request: web.Request) -> web.Response:

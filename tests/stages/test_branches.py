@@ -336,25 +336,25 @@ async def test_a_group_that_is_dropped_takes_its_branches_with_it(folder: Path) 
 
 
 def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Path) -> None:
-    gang = trainer_world.solo_gang(tmp_path, tokens_max=512)
+    ranks = trainer_world.one_rank(tmp_path, tokens_max=512)
     rows = trainer_world.rollout_rows(3, 2)
     for row in rows:
         row["loss_mask"] = [1] * len(row["loss_mask"])
-    plain = trainer_world.batch(gang.store, "plain", rows)
+    plain = trainer_world.batch(ranks.store, "plain", rows)
     added = [branch(2, 0, [0, 0, 1, 1]), branch(0, 0, [1]), branch(2, 0, [1, 0, 1])]
     added = [replace(one, completion_tokens=one.completion_tokens + 2) for one in added]
-    [file] = read_manifest(gang.store, "plain").files
+    [file] = read_manifest(ranks.store, "plain").files
     files = {
-        "batch.parquet": gang.store.read(f"plain/{file.name}"),
+        "batch.parquet": ranks.store.read(f"plain/{file.name}"),
         "branches.parquet": to_parquet(to_table(added, Branch)),
     }
-    ref = trainer_world.artifact(gang.store, "branched", files, {"empty_groups": []})
-    alone, both = read_rl_batch(gang.store, plain, 3), read_rl_batch(gang.store, ref, 3)
+    ref = trainer_world.artifact(ranks.store, "branched", files, {"empty_groups": []})
+    alone, both = read_rl_batch(ranks.store, plain, 3), read_rl_batch(ranks.store, ref, 3)
     assert both.rollout_B.tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 5] and [len(step) for step in both.steps] == [3, 2, 4]
     assert [one.row for step in both.steps for one in step] == [*range(9)]
     settings_of_job = RlConfig.model_validate(trainer_world.RL)
     expected_N, found_N = (
-        np.concatenate(advantages(gang, batch, [], settings_of_job)).tolist() for batch in (alone, both)
+        np.concatenate(advantages(ranks, batch, [], settings_of_job)).tolist() for batch in (alone, both)
     )
     starts = {place: found_N[int(start)] for place,
               start in zip(both.rollout_B.tolist(), np.cumsum(both.lengths_B) - both.lengths_B,
@@ -363,7 +363,7 @@ def test_the_trainer_gives_branches_the_advantage_of_their_rollout(tmp_path: Pat
         expected_N[int(start)] for start in np.cumsum(alone.lengths_B) - alone.lengths_B
     ]
     assert found_N == np.repeat([starts[place] for place in both.rollout_B.tolist()], both.lengths_B).tolist()
-    trainer = Trainer(gang)
+    trainer = Trainer(ranks)
     trainer_world.run(trainer, "load", trainer_world.load_new("new"))
     metrics = trainer_world.run(trainer, "train", trainer_world.train("new", "after", "rl", ref, {"num_steps": 3}))[
         "metrics"

@@ -120,13 +120,13 @@ async def test_the_data_holds_both_parts_and_without_a_fraction_what_it_always_h
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=128))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=128))
     world.run(trainer, "load", world.load_new())
     return trainer
 
 
 def test_the_loss_is_transformers_own_and_changes_no_weight(trainer: Trainer, tmp_path: Path) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     plain = world.conversations(store, "plain", 24)
     rows = read_rows(store, plain, "conversations.parquet", CONVERSATIONS)
     kept = read_rows(store, world.conversations(store, "kept", 21, seed=5), "conversations.parquet", CONVERSATIONS)

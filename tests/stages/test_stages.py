@@ -135,7 +135,7 @@ def test_a_training_job_holds_what_its_result_depends_on_and_no_more(
     other = ["rl.num_iterations=999", "rl.mismatch_max=1", "rl.on_mismatch=fail", "rl.reward_timeout_s=99"]
     changed = Run(run.store, config(tmp_path, "sft.validation_fraction=0.1", *other))
     job = rl_job(run, 1, data)
-    assert rl_job(changed, 1, data) == job  # so that a gang that has done it answers at once
+    assert rl_job(changed, 1, data) == job  # so that a trainer that has done it answers at once
     rl = job_of("train", ANY_JOB.dump_json(job))
     assert isinstance(rl, RlJob) and rl == job and rl.first_step == run.config.rl.num_steps
     trained_by = {name.removeprefix("rl.") for name in stage_settings(run.config, "rl", "policy")}

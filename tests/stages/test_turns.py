@@ -361,7 +361,7 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
         generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
     )
     if order == (0, 1):
-        await until_async(lambda: round_at_work(session, (0, 0)).unanswered or failing.done())
+        await until_async(lambda: round_at_work(session, (0, 0)).answers or failing.done())
         assert shard_of(session, 0) is None
     done = [await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY), await failing]
     told = (
@@ -370,6 +370,30 @@ async def test_a_shard_that_its_environment_failed_is_committed_after_one_that_i
         )
     ).metrics
     assert told["rollout/fault_environment_error"] == 6 and told["rollout/reward_mean"] == 1.0
+    await session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_shard_that_an_earlier_process_committed_counts(
+    folder: Path, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "POLL_S", 0.01)
+    session = moody(folder)
+    prompts = (await sample_prompts(session, iteration=0, round_index=0, before=None)).ref
+    fails_for(session, prompts, *([0, 1] if answered else [0, 1, 2, 3]))
+    if not answered:  # the first shard reports an answer and dies before it is committed
+        round_at_work(session, (0, 0)).answers["rl", 0, "rollouts/round-0/shard-000"] = True
+    await generate(session, iteration=0, round_index=0, shard=1, prompts=prompts, policy=POLICY)
+    await session.close()
+    session = moody(folder)
+    first = generate(session, iteration=0, round_index=0, shard=0, prompts=prompts, policy=POLICY)
+    if answered:
+        await first
+    else:
+        with pytest.raises(UserError, match="answered no rollout of iteration 0"):
+            await first
+    assert (shard_of(session, 0) is not None) is answered
     await session.close()
 
 

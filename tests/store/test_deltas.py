@@ -28,7 +28,7 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import dependencies, stored_policy
 from rlpipe.store.run import Run, create_or_continue, fork
-from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.ranks import Ranks
 from tests import trainer_world
 from tests.deltas_world import Files, changed, read_folder, save, write
 from tests.store.test_run import record_of, tiny
@@ -55,8 +55,8 @@ def run(store: Store) -> Run:
 
 
 @pytest.fixture
-def gang(store: Store, tmp_path: Path) -> Gang:
-    return replace(trainer_world.solo_gang(tmp_path), store=store)
+def ranks(store: Store, tmp_path: Path) -> Ranks:
+    return replace(trainer_world.one_rank(tmp_path), store=store)
 
 
 def versions(count: int) -> list[Files]:
@@ -70,11 +70,11 @@ def versions(count: int) -> list[Files]:
     return made
 
 
-def save_all(gang: Gang, run: Run, policies: list[Files], full_every: int) -> list[ArtifactRef]:
+def save_all(ranks: Ranks, run: Run, policies: list[Files], full_every: int) -> list[ArtifactRef]:
     refs: list[ArtifactRef] = []
     for number, files in enumerate(policies):
         base = refs[-1] if number % full_every else None
-        refs.append(save(gang, run, number + 1, files, base))
+        refs.append(save(ranks, run, number + 1, files, base))
     return refs
 
 
@@ -105,11 +105,11 @@ def test_any_file_comes_back_to_the_bit(
     assert read_folder(rebuild("p", delta, folder, folder / "base", folder / "whole")) == {"w": after}
 
 
-def test_a_policy_is_the_same_however_it_is_stored(gang: Gang, run: Run, tmp_path: Path) -> None:
+def test_a_policy_is_the_same_however_it_is_stored(ranks: Ranks, run: Run, tmp_path: Path) -> None:
     policies = versions(7)
     policies[2] |= {A: policies[2][A][:-9], "chat_template.jinja": b"new"}  # another size: this file is whole
     policies[3] |= {A: changed(policies[2][A], 3), "chat_template.jinja": b"new"}
-    refs = save_all(gang, run, policies, 4)
+    refs = save_all(ranks, run, policies, 4)
     assert [len(dependencies(run.store, ref)) for ref in refs] == [0, 1, 2, 3, 0, 1, 2]
     assert dependencies(run.store, refs[3]) == [refs[2], refs[1], refs[0]]
     assert [stored_policy(run.store, ref).is_rebuilt for ref in refs] == [number % 4 != 0 for number in range(7)]
@@ -133,11 +133,11 @@ def test_a_policy_is_the_same_however_it_is_stored(gang: Gang, run: Run, tmp_pat
     assert audit.verify(run)[1] == []
 
 
-def test_a_policy_that_shares_no_file_of_weights_is_bound_to_no_other(gang: Gang, run: Run) -> None:
-    first = save(gang, run, 1, START, None)
-    second = save(gang, run, 2, START | {A: START[A] + b"x", B: START[B] + b"x"}, first)
+def test_a_policy_that_shares_no_file_of_weights_is_bound_to_no_other(ranks: Ranks, run: Run) -> None:
+    first = save(ranks, run, 1, START, None)
+    second = save(ranks, run, 2, START | {A: START[A] + b"x", B: START[B] + b"x"}, first)
     assert not stored_policy(run.store, second).is_rebuilt
-    frozen = save(gang, run, 3, START, first)  # no number changed
+    frozen = save(ranks, run, 3, START, first)  # no number changed
     same = stored_policy(run.store, frozen)
     assert same.is_rebuilt and same.files.keys() == START.keys()
 
@@ -159,9 +159,9 @@ def names_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_only_the_difference_is_fetched_where_the_base_is(
-    gang: Gang, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refs = save_all(gang, run, versions(4), 10)
+    refs = save_all(ranks, run, versions(4), 10)
     fetched = names_read(monkeypatch)
     materialise(run.store, refs[0], tmp_path)
     fetched.clear()
@@ -170,36 +170,38 @@ def test_only_the_difference_is_fetched_where_the_base_is(
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_a_base_that_was_damaged_on_this_disk_is_read_again(gang: Gang, run: Run, tmp_path: Path, damage: str) -> None:
+def test_a_base_that_was_damaged_on_this_disk_is_read_again(
+    ranks: Ranks, run: Run, tmp_path: Path, damage: str
+) -> None:
     policies = versions(4)
-    refs = save_all(gang, run, policies, 10)
+    refs = save_all(ranks, run, policies, 10)
     path = materialise(run.store, refs[2], tmp_path / "local") / A
     data = path.read_bytes()
     path.unlink()
     if damage != "gone":
         path.write_bytes(changed(data, 5) if damage == "changed" else data[:-100])
     assert read_folder(materialise(run.store, refs[3], tmp_path / "local")) == policies[3]
-    (kept,) = gang.scratch("kept").iterdir()  # the same where the trainer has it
+    (kept,) = ranks.scratch("kept").iterdir()  # the same where the trainer has it
     (kept / A).write_bytes(changed(policies[3][A], 5) if damage == "changed" else b"")
     after = policies[3] | {A: changed(policies[3][A], 44)}
-    assert read_folder(materialise(run.store, save(gang, run, 5, after, refs[3]), tmp_path / "other")) == after
+    assert read_folder(materialise(run.store, save(ranks, run, 5, after, refs[3]), tmp_path / "other")) == after
 
 
 def test_the_trainer_keeps_one_policy_at_most_and_reads_none_from_the_store(
-    gang: Gang, run: Run, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = versions(5)
-    refs = [save(gang, run, 1, policies[0], None)]
+    refs = [save(ranks, run, 1, policies[0], None)]
     fetched = names_read(monkeypatch)
     for number in (1, 2):
-        refs.append(save(gang, run, number + 1, policies[number], refs[-1]))
-        (kept,) = gang.scratch("kept").iterdir()
+        refs.append(save(ranks, run, number + 1, policies[number], refs[-1]))
+        (kept,) = ranks.scratch("kept").iterdir()
         assert read_folder(kept) == {name: policies[number][name] for name in (A, B)} and {*fetched} <= {DELTA}
-    shutil.rmtree(gang.scratch("kept"))  # a trainer that was started again
-    refs.append(save(gang, run, 4, policies[3], refs[-1], is_base=False))
+    shutil.rmtree(ranks.scratch("kept"))  # a trainer that was started again
+    refs.append(save(ranks, run, 4, policies[3], refs[-1], is_base=False))
     assert (
         f"{A}.xor.zst" in fetched
-        and list(gang.scratch("kept").iterdir()) == list(gang.scratch("saving").iterdir()) == []
+        and list(ranks.scratch("kept").iterdir()) == list(ranks.scratch("saving").iterdir()) == []
     )
     assert audit.verify(run)[1] == []
 
@@ -229,32 +231,32 @@ def test_killed_at_any_write_or_read_nothing_is_lost(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(f"file://{tmp_path}/store")
-    gang, run = replace(trainer_world.solo_gang(tmp_path), store=store), create_or_continue(tiny(store))
+    ranks, run = replace(trainer_world.one_rank(tmp_path), store=store), create_or_continue(tiny(store))
     policies, deaths = versions(3), 0
-    refs = save_all(gang, run, policies[:2], 10)
+    refs = save_all(ranks, run, policies[:2], 10)
     folder = f"{run.root}/rl/00002/policy"
     for number in range(12):
         with monkeypatch.context() as patched:
             patched.setattr(Store, name, dies_at(getattr(Store, name), number))
             try:
-                write(gang, folder, policies[2], refs[1])
+                write(ranks, folder, policies[2], refs[1])
                 materialise(store, refs[1], tmp_path / f"local-{number}")
             except Killed:
                 deaths += 1
         assert not store.exists(f"{folder}/manifest.json") and audit.verify(run)[1] == []
         if number % 3 == 0:
-            shutil.rmtree(gang.scratch("kept"))
+            shutil.rmtree(ranks.scratch("kept"))
         assert read_folder(materialise(store, refs[1], tmp_path / f"local-{number}")) == policies[1]
         assert len(list((tmp_path / f"local-{number}").iterdir())) == 1
     assert deaths >= 4
-    ref = save(gang, run, 3, policies[2], refs[1])
+    ref = save(ranks, run, 3, policies[2], refs[1])
     assert read_folder(materialise(store, ref, tmp_path / "local")) == policies[2]
     assert all(key.startswith(f"{folder}/") for key in audit.sweep(run))  # what dead attempts left, and nothing else
     assert read_folder(materialise(store, ref, tmp_path / "again")) == policies[2]
 
 
-def test_a_damaged_difference_is_named_and_so_is_what_it_takes_along(gang: Gang, run: Run, tmp_path: Path) -> None:
-    refs = save_all(gang, run, versions(8), 4)
+def test_a_damaged_difference_is_named_and_so_is_what_it_takes_along(ranks: Ranks, run: Run, tmp_path: Path) -> None:
+    refs = save_all(ranks, run, versions(8), 4)
     stored = read_manifest(run.store, refs[2].folder).file(f"{A}.xor.zst")
     key = f"{refs[2].folder}/{stored.name}"
     whole = run.store.read(key)
@@ -276,13 +278,13 @@ def test_a_damaged_difference_is_named_and_so_is_what_it_takes_along(gang: Gang,
         audit.sweep(run)
 
 
-def test_a_fork_goes_on_from_a_difference_of_its_parent(gang: Gang, run: Run, tmp_path: Path) -> None:
+def test_a_fork_goes_on_from_a_difference_of_its_parent(ranks: Ranks, run: Run, tmp_path: Path) -> None:
     policies = versions(4)
-    refs = save_all(gang, run, policies[:3], 10)
+    refs = save_all(ranks, run, policies[:3], 10)
     for iteration, ref in enumerate(refs):
         assert run.store.create(run.iteration_key(iteration), sealed(record_of(run, iteration, {}, {"policy": ref})))
     child = fork(run, 2, override_config(run.config, ["run=c", "checkpoint.full_every=5"]))
-    ref = save(gang, child, 4, policies[3], refs[2])
+    ref = save(ranks, child, 4, policies[3], refs[2])
     assert [base.folder.split("/")[1] for base in dependencies(run.store, ref)] == ["a", "a", "a"]
     assert read_folder(materialise(run.store, ref, tmp_path)) == policies[3]
     assert audit.verify(child)[1] == []
@@ -320,10 +322,10 @@ def test_a_document_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         materialise(store, ref, tmp_path / "local")
 
 
-def test_a_folder_of_differences_is_no_model_and_the_way_is_named(gang: Gang, run: Run) -> None:
+def test_a_folder_of_differences_is_no_model_and_the_way_is_named(ranks: Ranks, run: Run) -> None:
     if run.store.local is None:
         return
-    refs = save_all(gang, run, versions(3), 10)
+    refs = save_all(ranks, run, versions(3), 10)
     folder = (
         Path(run.store.address(refs[1].folder)) / read_manifest(run.store, refs[1].folder).files[0].name.split("/")[0]
     )
@@ -332,12 +334,14 @@ def test_a_folder_of_differences_is_no_model_and_the_way_is_named(gang: Gang, ru
         model_folder(model)
 
 
-def test_the_manifest_that_stands_decides_what_the_next_one_differs_from(gang: Gang, run: Run, tmp_path: Path) -> None:
+def test_the_manifest_that_stands_decides_what_the_next_one_differs_from(
+    ranks: Ranks, run: Run, tmp_path: Path
+) -> None:
     """Two attempts at a version: the one that lost has kept its own files, and
     they are not what was committed."""
     policies = versions(3)
-    first = save(gang, run, 1, policies[0], None)
-    committed = save(gang, run, 2, policies[1], first)
-    write(gang, committed.folder, policies[1] | {A: changed(policies[1][A], 99)}, first)
-    third = save(gang, run, 3, policies[2], committed)
+    first = save(ranks, run, 1, policies[0], None)
+    committed = save(ranks, run, 2, policies[1], first)
+    write(ranks, committed.folder, policies[1] | {A: changed(policies[1][A], 99)}, first)
+    third = save(ranks, run, 3, policies[2], committed)
     assert read_folder(materialise(run.store, third, tmp_path)) == policies[2]

@@ -15,7 +15,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import dependencies, stored_policy
-from rlpipe.trainer.gang import Gang
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 from tests.trainer.test_jobs import flip
@@ -25,15 +25,15 @@ GENTLE: JsonDict = {"num_steps": 1, "learning_rate": 1e-6, "warmup_steps": 0}
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Gang:
-    return world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16")
+def ranks(tmp_path: Path) -> Ranks:
+    return world.one_rank(tmp_path, tokens_max=512, dtype="bfloat16")
 
 
 def save(trainer: Trainer, folder: str, base: ArtifactRef | None, is_base: bool = True) -> tuple[ArtifactRef, JsonDict]:
     """The policy that is resident, committed; and the answer of the job."""
     job = world.save("any", folder, None) | {"base": base.as_json() if base else None, "is_base": is_base}
     result = world.run(trainer, "save", job)
-    return world.saved(trainer.gang.store, folder, result["policy"]), result
+    return world.saved(trainer.ranks.store, folder, result["policy"]), result
 
 
 def weights(store: Store, ref: ArtifactRef) -> dict[str, str]:
@@ -41,8 +41,8 @@ def weights(store: Store, ref: ArtifactRef) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(gang: Gang, tmp_path: Path) -> None:
-    trainer, store = Trainer(gang), gang.store
+def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(ranks: Ranks, tmp_path: Path) -> None:
+    trainer, store = Trainer(ranks), ranks.store
     world.run(trainer, "load", world.load_new())
     data = world.batch(store, "batch", world.rollout_rows(2, 4))
     ref, _ = save(trainer, "v0", None)
@@ -65,9 +65,9 @@ def test_fifty_differences_give_the_bits_of_the_policies_that_were_saved_whole(g
     assert [path.name for path in (tmp_path / "local").iterdir()] == [folder.name]
 
 
-def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_several_files_is_loaded_from_its_difference(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 100_000)
-    trainer, store = Trainer(gang), gang.store
+    trainer, store = Trainer(ranks), ranks.store
     world.run(trainer, "load", world.load_new())
     data = world.batch(store, "batch", world.rollout_rows(2, 4))
     start, _ = save(trainer, "v0", None)
@@ -77,7 +77,7 @@ def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, mon
     assert len(names) > 2 and all(name.endswith((".safetensors.xor.zst", "delta.json")) for name in names)
     world.run(trainer, "load", world.load_ref("v1", "policy", delta))
     assert weights(store, save(trainer, "again", None)[0]) == weights(store, delta)
-    assert list(gang.scratch("policies").iterdir()) == []
+    assert list(ranks.scratch("policies").iterdir()) == []
     kl = {**GENTLE, "kl": "loss", "kl_coef": 0.1}
     metrics = world.run(trainer, "train", world.train("a", "b", "rl", data, kl) | {"reference": delta.as_json()})[
         "metrics"
@@ -89,8 +89,8 @@ def test_a_policy_of_several_files_is_loaded_from_its_difference(gang: Gang, mon
         world.run(trainer, "load", world.load_ref("v1", "policy", delta))
 
 
-def test_a_trainer_that_was_lost_saves_the_same_difference(gang: Gang, tmp_path: Path) -> None:
-    trainer, store = Trainer(gang), gang.store
+def test_a_trainer_that_was_lost_saves_the_same_difference(ranks: Ranks, tmp_path: Path) -> None:
+    trainer, store = Trainer(ranks), ranks.store
     world.run(trainer, "load", world.load_new())
     data = world.batch(store, "batch", world.rollout_rows(2, 4))
     saved = world.run(trainer, "save", world.save("any", "v0", "state") | {"is_base": True})
@@ -98,20 +98,20 @@ def test_a_trainer_that_was_lost_saves_the_same_difference(gang: Gang, tmp_path:
     job = world.train("a", "b", "rl", data, GENTLE)
     world.run(trainer, "train", job)
     first = world.run(trainer, "save", world.save("any", "v1", None) | {"base": start.as_json()})
-    shutil.rmtree(gang.scratch("kept"))
-    other = Trainer(replace(gang))
+    shutil.rmtree(ranks.scratch("kept"))
+    other = Trainer(replace(ranks))
     world.run(other, "load", world.load_ref("a", "state", state))
     world.run(other, "train", job)
     again = world.run(other, "save", world.save("any", "v1-again", None) | {"base": start.as_json()})
     assert world.digests(again["policy"]) == world.digests(first["policy"])
 
 
-def test_a_base_in_another_number_type_is_no_base(gang: Gang, tmp_path: Path) -> None:
+def test_a_base_in_another_number_type_is_no_base(ranks: Ranks, tmp_path: Path) -> None:
     """The weights that a model came with are often fp32, and the policies bf16."""
-    trainer = Trainer(replace(gang, options=gang.options.model_copy(update={"dtype": "float32"})))
+    trainer = Trainer(replace(ranks, options=ranks.options.model_copy(update={"dtype": "float32"})))
     world.run(trainer, "load", world.load_new())
     start, _ = save(trainer, "v0", None)
-    trainer = Trainer(gang)
+    trainer = Trainer(ranks)
     world.run(trainer, "load", world.load_ref("a", "policy", start))
     ref, result = save(trainer, "v1", start)
-    assert dependencies(gang.store, ref) == [] and "checkpoint/changed_fraction" not in result["metrics"]
+    assert dependencies(ranks.store, ref) == [] and "checkpoint/changed_fraction" not in result["metrics"]

@@ -107,18 +107,18 @@ class Watched(TrainSequence):
 
 
 def test_a_rank_reads_the_rows_of_its_own_microbatches(tmp_path: Path) -> None:
-    gang = world.solo_gang(tmp_path, tokens_max=128)
-    trainer = Trainer(gang)
+    ranks = world.one_rank(tmp_path, tokens_max=128)
+    trainer = Trainer(ranks)
     world.run(trainer, "load", world.load_new())
     assert trainer.resident is not None
     rows = world.rollout_rows(8, 4)
     rows[5] |= {"loss_mask": [0] * len(rows[5]["loss_mask"])}
-    (sequences,) = read_rl_batch(gang.store, world.batch(gang.store, "batch", rows), 1).steps
+    (sequences,) = read_rl_batch(ranks.store, world.batch(ranks.store, "batch", rows), 1).steps
     read_by: list[set[int]] = []
     for rank in range(3):
         watched: list[TrainSequence] = [Watched(**vars(sequence)) for sequence in sequences]
         Watched.read = set()
-        batch = plan_batch(dataclasses.replace(gang, rank=rank, size=3), trainer.resident.policy, Rows.SHARED, watched)
+        batch = plan_batch(dataclasses.replace(ranks, rank=rank, size=3), trainer.resident.policy, Rows.SHARED, watched)
         read_by.append(Watched.read)
         assert {row for microbatch in batch.microbatches for row in microbatch.rows} == Watched.read
     assert sorted(row for rows in read_by for row in rows) == [row for row in range(32) if row != 5]

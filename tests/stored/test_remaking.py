@@ -46,13 +46,13 @@ PRUNED = ["checkpoint.keep_policies_last=1", "checkpoint.keep_states=1"]
 
 
 class TrainerHere:
-    """A gang of one rank in this process, asked as the flow asks one: it holds one position, and
+    """A trainer of one rank in this process, asked as the flow asks one: it holds one position, and
     writes into its run only."""
 
     started, files_url, serves_files = True, "", False
 
     def __init__(self, folder: Path, run: str, dtype: str = "float32") -> None:
-        self.trainer, self.run_name = Trainer(world.solo_gang(folder, dtype=dtype)), run
+        self.trainer, self.run_name = Trainer(world.one_rank(folder, dtype=dtype)), run
         self.position: str | None = None
         self.trained: list[str] = []
 

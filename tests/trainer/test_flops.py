@@ -86,8 +86,8 @@ def test_peaks_are_of_gpus_that_are_known(
 
 
 def test_a_training_says_its_mfu_where_the_peak_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(world.solo_gang(tmp_path))
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    trainer = Trainer(world.one_rank(tmp_path))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
     world.run(trainer, "load", world.load_new())
     assert "train/mfu" not in world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
     monkeypatch.setattr(flops, "peak_flops", lambda *_: 1e12)
@@ -97,6 +97,6 @@ def test_a_training_says_its_mfu_where_the_peak_is_known(tmp_path: Path, monkeyp
     policy, work = trainer.resident.policy, Work(100, 50, 10_000)
     one = forward_flops(policy, work)
     assert one is not None
-    assert mfu(trainer.gang, 2.0, [(policy, work, 4)]) == {"train/mfu": pytest.approx(4 * one / 2e12)}
-    conversations = world.conversations(trainer.gang.store, "sft", 20)
+    assert mfu(trainer.ranks, 2.0, [(policy, work, 4)]) == {"train/mfu": pytest.approx(4 * one / 2e12)}
+    conversations = world.conversations(trainer.ranks.store, "sft", 20)
     assert 0 < world.run(trainer, "train", world.train("b", "c", "sft", conversations))["metrics"]["train/mfu"] < 1

@@ -43,7 +43,7 @@ SETTINGS: dict[str, JsonDict] = {
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=256))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=256))
     world.run(trainer, "load", world.load_new())
     return trainer
 
@@ -69,7 +69,7 @@ def gaps_of(trainer: Trainer, folder: str = "runs/a/rl/00000/gap") -> list[JsonD
 
 def read(trainer: Trainer, folder: str, records: list[JsonDict]) -> list[JsonDict]:
     (record,) = records
-    return from_parquet(trainer.gang.store.read(f"{folder}/{record['name']}"), GAPS)
+    return from_parquet(trainer.ranks.store.read(f"{folder}/{record['name']}"), GAPS)
 
 
 def expected_of(lm: Any, row: JsonDict, temperature: float) -> np.ndarray:
@@ -88,7 +88,7 @@ def plain_model(trainer: Trainer, tmp_path: Path) -> Any:
     saved = world.run(trainer, "save", world.save("new", "start", None))
     tmp_path.joinpath("plain").mkdir()
     folder = materialise(
-        trainer.gang.store, world.saved(trainer.gang.store, "start", saved["policy"]), tmp_path / "plain"
+        trainer.ranks.store, world.saved(trainer.ranks.store, "start", saved["policy"]), tmp_path / "plain"
     )
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).double().eval()
 
@@ -100,7 +100,7 @@ def test_gaps_are_those_of_the_models_own_forward_pass(
 ) -> None:
     by_engine = SETTINGS[options].get("proximal") == "engine"
     lm, rows = plain_model(trainer, tmp_path), some_rows(recorded=by_engine)
-    data = world.batch(trainer.gang.store, "batch", rows)
+    data = world.batch(trainer.ranks.store, "batch", rows)
     settings = SETTINGS[options] | {"temperature": temperature}
     if settings.get("kl"):
         settings |= {"kl_coef": 0.1, "reference": reference_of(trainer)}
@@ -131,7 +131,7 @@ def reference_of(trainer: Trainer) -> JsonDict:
     """Another policy than the one in training."""
     world.run(trainer, "load", world.load_new("other", seed=9))
     saved = world.run(trainer, "save", world.save("other", "reference", None))
-    return world.saved(trainer.gang.store, "reference", saved["policy"]).as_json()
+    return world.saved(trainer.ranks.store, "reference", saved["policy"]).as_json()
 
 
 @pytest.mark.parametrize("rows", [[], world.rollout_rows(2, 2)])
@@ -140,18 +140,18 @@ def test_a_batch_of_which_nothing_is_trained_has_a_file_too(
     trainer: Trainer, rows: list[JsonDict], num_steps: int
 ) -> None:
     masked = [row | {"loss_mask": [0] * len(row["loss_mask"])} for row in rows]
-    data = world.batch(trainer.gang.store, "batch", masked)
+    data = world.batch(trainer.ranks.store, "batch", masked)
     world.run(trainer, "train", world.train("new", "one", "rl", data, {"num_steps": num_steps}))
     assert [row["gap"] for row in gaps_of(trainer)] == [[] for _ in rows]
 
 
 def test_an_iteration_begins_without_the_gaps_of_the_one_before(trainer: Trainer) -> None:
     for number in (3, 1, 2):
-        data = world.batch(trainer.gang.store, f"batch-{number}", world.rollout_rows(number, 2, seed=number))
+        data = world.batch(trainer.ranks.store, f"batch-{number}", world.rollout_rows(number, 2, seed=number))
         world.run(trainer, "train", world.train("any", "any", "rl", data))
         assert len(gaps_of(trainer, f"runs/a/rl/{number:05d}/gap")) == 2 * number
         assert len(gaps_of(trainer, f"runs/a/rl/{number:05d}/again")) == 2 * number, "a save changes nothing"
-    state = world.saved(trainer.gang.store, "s", world.run(trainer, "save", world.save("any", None, "s"))["state"])
+    state = world.saved(trainer.ranks.store, "s", world.run(trainer, "save", world.save("any", None, "s"))["state"])
     world.run(trainer, "load", world.load_ref("loaded", "state", state))
     with pytest.raises(AssertionError, match="loaded, not trained"):
         gaps_of(trainer)
@@ -159,7 +159,7 @@ def test_an_iteration_begins_without_the_gaps_of_the_one_before(trainer: Trainer
 
 def test_a_file_is_two_bytes_a_token_and_deterministic(trainer: Trainer) -> None:
     rows = world.rollout_rows(8, 8, longest=200)
-    data = world.batch(trainer.gang.store, "batch", rows)
+    data = world.batch(trainer.ranks.store, "batch", rows)
     digests = []
     for again in range(2):
         world.run(trainer, "load", world.load_new())
@@ -171,12 +171,12 @@ def test_a_file_is_two_bytes_a_token_and_deterministic(trainer: Trainer) -> None
 
 
 def test_what_is_beside_a_policy_leaves_the_disk_when_the_store_has_it(trainer: Trainer) -> None:
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(2, 2))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(2, 2))
     world.run(trainer, "train", world.train("new", "one", "rl", data))
     saved = world.run(trainer, "save", world.save("one", "p", "s", "g"))
-    left = {path.name for path in trainer.gang.published.rglob("*") if path.is_file()}
+    left = {path.name for path in trainer.ranks.published.rglob("*") if path.is_file()}
     assert "model.safetensors" in left and not left & {"gap.parquet", "state.json"}
-    assert pq.read_metadata(io.BytesIO(trainer.gang.store.read(f"g/{saved['gap'][0]['name']}"))).num_rows == 4
+    assert pq.read_metadata(io.BytesIO(trainer.ranks.store.read(f"g/{saved['gap'][0]['name']}"))).num_rows == 4
 
 
 def test_gaps_go_into_the_folder_of_their_iteration_only() -> None:

@@ -18,17 +18,17 @@ import dataclasses, sys, math
 from pathlib import Path
 from tests import trainer_world as world
 from rlpipe.trainer import moments
-from rlpipe.trainer.gang import join_gang
+from rlpipe.trainer.ranks import join_ranks
 from rlpipe.trainer.trainer import Trainer
 options = world.options(Path(sys.argv[1]), gpu_ids=[0], dtype=sys.argv[2], tokens_max=512, activation_checkpointing=True)
-gang = join_gang(options)
-trainer = Trainer(gang)
-data = world.batch(gang.store, "batch", world.rollout_rows(6, 4))
+ranks = join_ranks(options)
+trainer = Trainer(ranks)
+data = world.batch(ranks.store, "batch", world.rollout_rows(6, 4))
 fingerprints = []
 moments.PART_BYTES = 40_000  # many parts come and go
 for turn, offload in enumerate(("none", "none", "optimizer")):
     of_turn = options.trainer.model_copy(update={"offload": offload})
-    trainer = Trainer(dataclasses.replace(gang, options=options.model_copy(update={"trainer": of_turn})))
+    trainer = Trainer(dataclasses.replace(ranks, options=options.model_copy(update={"trainer": of_turn})))
     world.run(trainer, "load", world.load_new())
     metrics = world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
     assert metrics["train/onpolicy_abs"] < 1e-6 and math.isfinite(metrics["train/grad_norm"]), metrics
@@ -36,7 +36,7 @@ for turn, offload in enumerate(("none", "none", "optimizer")):
     fingerprints.append([world.digests(saved["policy"]), world.digests(saved["state"])])
 assert fingerprints[0] == fingerprints[1], "two executions of one job differ"
 assert fingerprints[0] == fingerprints[2], "moments on the host give other bits"
-world.run(trainer, "load", world.load_ref("b", "state", world.saved(gang.store, "state-2", saved["state"])))
+world.run(trainer, "load", world.load_ref("b", "state", world.saved(ranks.store, "state-2", saved["state"])))
 again = world.run(trainer, "save", world.save("b", "policy-3", "state-3"))
 assert world.digests(again["state"]) == fingerprints[0][1]
 """  # noqa: E501

@@ -23,9 +23,9 @@ from rlpipe.stages.training import warn_of_differences
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.local_copy import materialise
 from rlpipe.trainer import trainer as memory
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.jobs import LoadJob, job_of
 from rlpipe.trainer.packing import Rows
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.state import load
 from rlpipe.trainer.step import Resident
 from rlpipe.trainer.trainer import Trainer
@@ -33,13 +33,13 @@ from tests import trainer_world as world
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Gang:
-    return world.solo_gang(tmp_path, tokens_max=512)
+def ranks(tmp_path: Path) -> Ranks:
+    return world.one_rank(tmp_path, tokens_max=512)
 
 
 @pytest.fixture
-def trainer(gang: Gang) -> Trainer:
-    trainer = Trainer(gang)
+def trainer(ranks: Ranks) -> Trainer:
+    trainer = Trainer(ranks)
     world.run(trainer, "load", world.load_new())
     return trainer
 
@@ -54,7 +54,7 @@ def test_how_nccl_adds_up_is_the_configs_unless_the_environment_says_it(
     monkeypatch.setenv("NCCL_ALGO", environment or "")
     if environment is None:
         monkeypatch.delenv("NCCL_ALGO")
-    world.solo_gang(tmp_path, nccl_algo=field)
+    world.one_rank(tmp_path, nccl_algo=field)
     assert os.environ.get("NCCL_ALGO") == chosen
 
 
@@ -64,7 +64,7 @@ def policy_sha(trainer: Trainer, folder: str = "final") -> str:
 
 
 def test_rl_is_on_policy_at_its_first_step_and_learns(trainer: Trainer) -> None:
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
     plain = {"objective": "reinforce", "importance": "none"}
     jobs = [world.train("a", "b", "rl", data, {**plain, "first_step": step}) for step in (0, 2, 4, 6)]
     metrics = [world.run(trainer, "train", job)["metrics"] for job in jobs]
@@ -84,7 +84,7 @@ def test_rollouts_without_logprobs_are_trained_as_if_the_policy_had_sampled_them
     unknown = [row | {"rollout_logprobs": [float("inf")] * len(row["rollout_logprobs"])} for row in rows]
     for importance, told in (("none", rows), ("token_truncate", unknown), ("sequence_mask", unknown)):
         world.run(trainer, "load", world.load_new())
-        data = world.batch(trainer.gang.store, f"batch-{importance}", told)
+        data = world.batch(trainer.ranks.store, f"batch-{importance}", told)
         metrics = world.run(trainer, "train", world.train("a", "b", "rl", data, {"importance": importance}))["metrics"]
         found[importance] = policy_sha(trainer, f"final-{importance}")
         if told is unknown:
@@ -93,7 +93,7 @@ def test_rollouts_without_logprobs_are_trained_as_if_the_policy_had_sampled_them
 
 
 def test_kl_to_the_reference_is_zero_at_its_own_weights(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     start = world.saved(store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
     settings: JsonDict = {"kl": "loss", "kl_coef": 0.1, "num_steps": 1}
@@ -110,13 +110,13 @@ def test_kl_to_the_reference_is_zero_at_its_own_weights(trainer: Trainer) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "gpt_oss"])
 def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp_path: Path) -> None:
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512, dtype="bfloat16"))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=512, dtype="bfloat16"))
     model = json.loads(small_config(AutoConfig.for_model(family), vocab_size=world.VOCAB).to_json_string())
     world.run(trainer, "load", world.load_new(model=model))
     start = world.saved(
-        trainer.gang.store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"]
+        trainer.ranks.store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"]
     )
-    data = world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
     job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.1, "num_steps": 1}) | {
         "reference": start.as_json()
     }
@@ -131,7 +131,7 @@ def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp
 
 
 def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     world.run(trainer, "load", world.load_new("other", seed=9))
     other = world.saved(store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"])
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
@@ -148,7 +148,7 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(trainer: Tra
 
 
 def test_a_kl_of_weight_0_is_logged_and_changes_no_bit(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     world.run(trainer, "load", world.load_new("other", seed=9))
     other = world.saved(store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"])
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
@@ -171,12 +171,12 @@ def test_a_reference_of_another_family_sets_how_rows_are_filled(
 ) -> None:
     """One that packed rows would leak through: both policies see one sequence a row, also where the
     reference was loaded before."""
-    store = trainer.gang.store
+    store = trainer.ranks.store
     start = world.saved(store, "start", world.run(trainer, "save", world.save("new", "start", None))["policy"])
     data = world.batch(store, "batch", world.rollout_rows(6, 4))
     job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.0}) | {"reference": start.as_json()}
     packed = world.run(trainer, "train", job)["metrics"]["train/packing_efficiency"]
-    monkeypatch.setattr(memory, "proven_rows", lambda gang, policy: Rows.SINGLE)
+    monkeypatch.setattr(memory, "proven_rows", lambda ranks, policy: Rows.SINGLE)
     trainer._reference = None
     alone = []
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_reference_of_another_family_sets_how_rows_are_filled(
 
 
 def test_sft_segments_are_one_run(trainer: Trainer) -> None:
-    data = world.conversations(trainer.gang.store, "data", 40)
+    data = world.conversations(trainer.ranks.store, "data", 40)
     whole = world.run(trainer, "train", world.train("a", "b", "sft", data, {"num_steps": 6}))["metrics"]
     expected = policy_sha(trainer)
     world.run(trainer, "load", world.load_new())
@@ -203,7 +203,7 @@ def test_sft_segments_are_one_run(trainer: Trainer) -> None:
 
 
 def test_state_and_replay_end_at_the_same_bits(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     batches = [world.batch(store, f"batch-{seed}", world.rollout_rows(6, 4, seed=seed)) for seed in range(3)]
 
     def iterate(index: int) -> None:
@@ -227,11 +227,11 @@ def test_state_and_replay_end_at_the_same_bits(trainer: Trainer) -> None:
 
 
 def _manifest_sha(trainer: Trainer, records: list[JsonDict]) -> str:
-    return world.saved(trainer.gang.store, "state", records).sha256
+    return world.saved(trainer.ranks.store, "state", records).sha256
 
 
 def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trainer: Trainer, tmp_path: Path) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     tokenizer = world.artifact(
         store, "base", {"tokenizer.json": b"{}", "chat_template.jinja": b"x", "config.json": b"no"}
     )
@@ -260,7 +260,7 @@ def test_saved_policy_is_a_transformers_model_with_the_tokenizer_of_another(trai
 def test_a_large_policy_is_split_and_loads_again(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     whole = world.saved(store, "whole", world.run(trainer, "save", world.save("new", "whole", None))["policy"])
     monkeypatch.setattr("rlpipe.trainer.policy_files.FILE_BYTES_MAX", 200_000)
     split = world.saved(store, "split", world.run(trainer, "save", world.save("new", "split", None))["policy"])
@@ -285,7 +285,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_damaged_state_is_named_and_not_restored(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     saved = world.run(trainer, "save", world.save("new", "policy", "state"))
     state, policy = (world.saved(store, kind, saved[kind]) for kind in ("state", "policy"))
     flip(Path(store.address("state/a1/state-00000-of-00001.safetensors")), -5)
@@ -297,7 +297,7 @@ def test_a_damaged_state_is_named_and_not_restored(trainer: Trainer) -> None:
 
 
 def test_a_state_of_an_older_version_is_restored_and_hashed_whole(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     saved = world.run(trainer, "save", world.save("new", "policy", "state"))
     files = {name: store.read(f"state/a1/{name}") for name in world.digests(saved["state"])}
     document = {
@@ -319,7 +319,7 @@ def test_a_state_of_an_older_version_is_restored_and_hashed_whole(trainer: Train
 
 
 def test_a_state_says_what_made_it_and_a_load_what_differs(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     saved = world.run(trainer, "save", world.save("new", None, "state"))
     files = {name: store.read(f"state/a1/{name}") for name in world.digests(saved["state"])}
     document = json.loads(files["state.json"])
@@ -341,23 +341,23 @@ def test_a_state_says_what_made_it_and_a_load_what_differs(trainer: Trainer, cap
 
 def test_an_empty_batch_is_no_step(trainer: Trainer) -> None:
     before = policy_sha(trainer)
-    data = world.batch(trainer.gang.store, "batch", [])
+    data = world.batch(trainer.ranks.store, "batch", [])
     metrics = world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]
     assert metrics.pop("train/peak_memory_gib") > 0.05
     assert {value for name, value in metrics.items() if name.startswith("train/")} == {0}
     masked = [{**row, "loss_mask": [0] * len(row["loss_mask"])} for row in world.rollout_rows(2, 2)]
-    world.run(trainer, "train", world.train("b", "c", "rl", world.batch(trainer.gang.store, "masked", masked)))
+    world.run(trainer, "train", world.train("b", "c", "rl", world.batch(trainer.ranks.store, "masked", masked)))
     assert policy_sha(trainer, "after") == before
     kl: JsonDict = {"kl": "loss", "kl_coef": 0.1}
     start = world.saved(
-        trainer.gang.store, "start", world.run(trainer, "save", world.save("b", "start", None))["policy"]
+        trainer.ranks.store, "start", world.run(trainer, "save", world.save("b", "start", None))["policy"]
     )
     job = {**world.train("b", "c", "rl", data, kl), "reference": start.as_json()}
     assert "train/kl" not in world.run(trainer, "train", job)["metrics"]
 
 
 def test_refusals_leave_nothing_resident(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     rows = world.rollout_rows(6, 4)
     poisoned = world.batch(store, "runs/a/rl/00003/batch", world.poisoned(rows))
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 0"):
@@ -376,9 +376,9 @@ def test_refusals_leave_nothing_resident(trainer: Trainer) -> None:
 
 
 def test_weights_that_do_not_fit_are_named(trainer: Trainer) -> None:
-    store = trainer.gang.store
+    store = trainer.ranks.store
     saved = world.run(trainer, "save", world.save("new", "policy", None))["policy"]
-    folder = materialise(store, world.saved(store, "policy", saved), trainer.gang.scratch("saving"))
+    folder = materialise(store, world.saved(store, "policy", saved), trainer.ranks.scratch("saving"))
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     for size in (64, 10**12):  # what no memory holds is not asked for
         wide = {**json.loads(files["config.json"]), "intermediate_size": size}
@@ -395,16 +395,16 @@ def test_weights_that_do_not_fit_are_named(trainer: Trainer) -> None:
 def test_what_a_load_replaces_has_given_its_memory_back_before_the_new_weights_are_read(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = world.batch(trainer.gang.store, "replaced", world.rollout_rows(4, 4))
+    data = world.batch(trainer.ranks.store, "replaced", world.rollout_rows(4, 4))
     world.run(trainer, "train", world.train("new", "one", "rl", data))
     assert trainer.resident is not None
     replaced = [weakref.ref(trainer.resident.policy), *map(weakref.ref, trainer.resident.shards.values())]
     loads: list[str] = []
 
-    def watched(gang: Gang, job: LoadJob) -> tuple[Resident, str]:
+    def watched(ranks: Ranks, job: LoadJob) -> tuple[Resident, str]:
         assert [each() for each in replaced] == [None] * len(replaced), "two policies at once"
         loads.append(job.position)
-        return load(gang, job)
+        return load(ranks, job)
 
     monkeypatch.setattr("rlpipe.trainer.trainer.load", watched)
     gc.disable()  # it may come at any time, or not at all

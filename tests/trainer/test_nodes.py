@@ -1,4 +1,4 @@
-"""A gang of two nodes, both on this machine: one of them dies or stops, and whoever
+"""A trainer of two nodes, both on this machine: one of them dies or stops, and whoever
 waits for a job is told which."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MANY_STEPS: JsonDict = {"num_steps": 100_000}
 
 
 class TwoNodes:
-    """The gang, and its place as the flow sees it: nobody starts it again."""
+    """The trainer, and its place as the flow sees it: nobody starts it again."""
 
     key = KEY
 
@@ -46,7 +46,7 @@ class TwoNodes:
         options = world.options(folder, silent_s_max=SILENT_S_MAX, tokens_max=512, ranks=1, nodes=2)
         ports = [free_port(), free_port()]
         self.url = f"http://127.0.0.1:{ports[0]}"
-        self.log = folder / "gang.log"
+        self.log = folder / "trainer.log"
         environment = {**os.environ, KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
         rendezvous = f"127.0.0.1:{free_port()}"
         with self.log.open("wb") as log:
@@ -98,23 +98,23 @@ class TwoNodes:
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Iterator[TwoNodes]:
-    gang = TwoNodes(tmp_path)
+def trainer(tmp_path: Path) -> Iterator[TwoNodes]:
+    trainer = TwoNodes(tmp_path)
     try:
-        yield gang
+        yield trainer
     finally:
-        gang.end()
+        trainer.end()
 
 
 @pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.nightly), "SIGSTOP"])
-async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) -> None:
-    health = await gang.health()
+async def test_the_lost_node_is_named(trainer: TwoNodes, tmp_path: Path, how: str) -> None:
+    health = await trainer.health()
     assert health["ranks"] == 2
     told = [
         (entry["node"], entry["host"], entry["ranks"], entry["silent_s"] < SILENT_S_MAX) for entry in health["nodes"]
     ]
     assert told == [(node, socket.gethostname(), [node], True) for node in range(2)]
-    client = TrainerClient(gang)  # pyright: ignore[reportArgumentType]
+    client = TrainerClient(trainer)  # pyright: ignore[reportArgumentType]
     await client.start()
     await client.run("load", world.load_new("new"))
     data = world.conversations(open_store(f"file://{tmp_path}/store"), "data", 40)
@@ -122,7 +122,7 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
     await asyncio.sleep(2.0)
     assert not training.done()
     # a machine that is gone closes no connection: a stopped one is like it
-    for process in gang.family(1):
+    for process in trainer.family(1):
         process.send_signal(getattr(signal, how))
     # by its silence, and not by a deadline of a collective
     with pytest.raises(
@@ -131,12 +131,12 @@ async def test_the_lost_node_is_named(gang: TwoNodes, tmp_path: Path, how: str) 
         await asyncio.wait_for(training, timeout=DEADLINE_S)
 
     await client.close()
-    gang.nodes[0].wait(timeout=DEADLINE_S)
+    trainer.nodes[0].wait(timeout=DEADLINE_S)
 
 
-async def test_each_node_serves_and_uploads_what_it_made(gang: TwoNodes, tmp_path: Path) -> None:
-    await gang.health()
-    client, store = TrainerClient(gang), open_store(f"file://{tmp_path}/store")  # pyright: ignore[reportArgumentType]
+async def test_each_node_serves_and_uploads_what_it_made(trainer: TwoNodes, tmp_path: Path) -> None:
+    await trainer.health()
+    client, store = TrainerClient(trainer), open_store(f"file://{tmp_path}/store")  # pyright: ignore[reportArgumentType]
     await client.start()
     await client.run("load", world.load_new("new"))
     saved = await client.run("save", world.save("new", "runs/a/rl/00000/policy", "runs/a/rl/00000/state"))
@@ -144,7 +144,7 @@ async def test_each_node_serves_and_uploads_what_it_made(gang: TwoNodes, tmp_pat
     assert second.endswith("/state-00001-of-00002.safetensors") and saved["made_on"][second] == 1
     first, other = saved["places"]
     assert [first["disk"], other["disk"]] == [f"{tmp_path}/node-{node}/published" for node in (0, 1)]
-    assert first["url"] == f"{gang.url}/files" != other["url"]
+    assert first["url"] == f"{trainer.url}/files" != other["url"]
     await client.run("upload", {"attempt": "a1"})
     for name in ("policy", "state"):
         for record in saved[name]:
@@ -168,7 +168,7 @@ async def test_each_node_serves_and_uploads_what_it_made(gang: TwoNodes, tmp_pat
 
 
 class PlayedNode:
-    """What `Sent` asks of a gang."""
+    """What `Sent` asks of a trainer."""
 
     nodes = 3
 
@@ -210,8 +210,8 @@ def launched(program: Path, ranks: int, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, cwd=program.parent, stdout=output, stderr=output, env=environment)
 
 
-def test_a_gang_that_is_told_to_end_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
-    """SIGTERM is how every gang ends: a traceback in the log would be read as the fault."""
+def test_a_trainer_that_is_told_to_end_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
+    """SIGTERM is how every trainer ends: a traceback in the log would be read as the fault."""
     program, log = tmp_path / "rank.py", tmp_path / "trainer.log"
     program.write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
     launcher = launched(program, 1, log)

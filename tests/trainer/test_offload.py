@@ -29,16 +29,16 @@ WEIGHTS_BYTES = 4 * 30_000_000  # at least
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(world.solo_gang(tmp_path, tokens_max=512))
+    return Trainer(world.one_rank(tmp_path, tokens_max=512))
 
 
 @pytest.fixture
 def data(trainer: Trainer) -> ArtifactRef:
-    return world.batch(trainer.gang.store, "batch", world.rollout_rows(6, 4))
+    return world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
 
 
 def parked_file(trainer: Trainer) -> Path:
-    return Path(trainer.gang.options.work_dir) / "offload" / "rank-0"
+    return Path(trainer.ranks.options.work_dir) / "offload" / "rank-0"
 
 
 def job(data: ArtifactRef, step: int, settings: JsonDict, reference: ArtifactRef | None = None) -> JsonDict:
@@ -50,7 +50,7 @@ def job(data: ArtifactRef, step: int, settings: JsonDict, reference: ArtifactRef
 def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: ArtifactRef, kl: str) -> None:
     world.run(trainer, "load", world.load_new("other", seed=9))
     other = world.saved(
-        trainer.gang.store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"]
+        trainer.ranks.store, "other", world.run(trainer, "save", world.save("other", "other", None))["policy"]
     )
     reference = other if kl == "loss" else None
     settings: JsonDict = {"kl": kl, "kl_coef": 0.1 if kl == "loss" else 0.0}
@@ -75,8 +75,8 @@ def test_the_steps_after_it_are_the_same_to_the_bit(trainer: Trainer, data: Arti
 def trained(folder: Path, offload: str, parks: bool = False) -> list[dict[str, str]]:
     """What two jobs of RL and one of SFT come to, with a restore between them, by a
     trainer with `trainer.offload`."""
-    trainer = Trainer(world.solo_gang(folder, tokens_max=512, offload=offload))
-    store, digests = trainer.gang.store, list[dict[str, str]]()
+    trainer = Trainer(world.one_rank(folder, tokens_max=512, offload=offload))
+    store, digests = trainer.ranks.store, list[dict[str, str]]()
     world.run(trainer, "load", world.load_new())
     rollouts = world.batch(store, "batch", world.rollout_rows(6, 4))
     world.run(trainer, "train", job(rollouts, 0, {}))
@@ -120,7 +120,7 @@ def test_no_room_for_moments_is_said_by_name(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    trainer = Trainer(world.solo_gang(tmp_path, offload="optimizer"))
+    trainer = Trainer(world.one_rank(tmp_path, offload="optimizer"))
     with pytest.raises(
         UserError, match=r"trainer\.offload='optimizer': a rank has no room for .* No space left .*'none'"
     ):
@@ -130,7 +130,7 @@ def test_no_room_for_moments_is_said_by_name(tmp_path: Path, monkeypatch: pytest
 def take_a_large_step(trainer: Trainer) -> None:
     """One step of a large model on little data: it has its moments."""
     world.run(trainer, "load", world.load_new(model=LARGE))
-    data = world.batch(trainer.gang.store, "little", world.rollout_rows(2, 2))
+    data = world.batch(trainer.ranks.store, "little", world.rollout_rows(2, 2))
     world.run(trainer, "train", job(data, 0, {"num_steps": 1}))
 
 
@@ -140,7 +140,7 @@ def test_moments_on_the_host_are_not_in_memory_between_updates(tmp_path: Path) -
     held: dict[str, int] = {}
     for offload in ("none", "optimizer"):
         gc.collect()
-        trainer = Trainer(world.solo_gang(tmp_path / offload, tokens_max=512, offload=offload))
+        trainer = Trainer(world.one_rank(tmp_path / offload, tokens_max=512, offload=offload))
         take_a_large_step(trainer)
         gc.collect()
         trim()
@@ -177,7 +177,7 @@ def test_a_load_drops_what_is_away(trainer: Trainer, data: ArtifactRef) -> None:
     assert policy_sha(trainer, "again") == expected
 
 
-def test_a_full_disk_moves_nothing_and_a_damaged_file_ends_the_gang(
+def test_a_full_disk_moves_nothing_and_a_damaged_file_ends_the_trainer(
     trainer: Trainer, data: ArtifactRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.run(trainer, "load", world.load_new())
@@ -197,5 +197,5 @@ def test_a_full_disk_moves_nothing_and_a_damaged_file_ends_the_gang(
     parked_file(trainer).write_bytes(damaged)
     with pytest.raises(
         AssertionError, match="is not as it was written"
-    ):  # no answer: the gang ends with it, and is built again
+    ):  # no answer: the trainer ends with it, and is built again
         world.run(trainer, "train", job(data, 0, {}))

@@ -21,11 +21,11 @@ from rlpipe.store.artifacts import file_sha256
 from rlpipe.trainer import sending
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import job_of
-from rlpipe.trainer.process import GangProcess
+from rlpipe.trainer.process import TrainerProcesses
 from rlpipe.trainer.trainer import Trainer
 from tests.deadlines import DEADLINE_S
 from tests.paths import PRESETS, ROOT
-from tests.trainer_world import MODEL, load_new, run, save, solo_gang
+from tests.trainer_world import MODEL, load_new, one_rank, run, save
 
 RECEIVER = ROOT / "tests" / "receiver.py"
 MOE: JsonDict = {
@@ -61,7 +61,7 @@ def test_what_is_sent_is_what_the_files_hold_and_has_their_hashes(
     model: JsonDict, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "BUCKET_BYTES", 100_000)
-    trainer = Trainer(solo_gang(tmp_path, dtype=dtype))
+    trainer = Trainer(one_rank(tmp_path, dtype=dtype))
     run(trainer, "load", load_new(model=model))
     records = run(trainer, "save", save("new", "runs/a/base/policy", None))["policy"]
     files = {Path(record["name"]).name: record for record in records if record["name"].endswith(".safetensors")}
@@ -75,7 +75,7 @@ def test_what_is_sent_is_what_the_files_hold_and_has_their_hashes(
         name: file["sha256"] for name, file in files.items()
     }
     assert {record["name"]: record["bytes"] for record in sent} == {name: file["bytes"] for name, file in files.items()}
-    folder, got = trainer.gang.published / "runs/a/base/policy", load_file(target)
+    folder, got = trainer.ranks.published / "runs/a/base/policy", load_file(target)
     kept = {key: value for record in files.values() for key, value in load_file(folder / record["name"]).items()}
     assert got.keys() == kept.keys() and all(torch.equal(got[name], kept[name]) for name in kept)
 
@@ -83,17 +83,17 @@ def test_what_is_sent_is_what_the_files_hold_and_has_their_hashes(
 @pytest.mark.e2e
 async def test_ranks_that_share_the_weights_send_them_whole_through_the_first(tmp_path: Path) -> None:
     settings = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store", "trainer.ranks=2"], PRESETS)
-    gang = TrainerClient(GangProcess(settings, tmp_path, "key"))
-    await gang.start()
+    ranks = TrainerClient(TrainerProcesses(settings, tmp_path, "key"))
+    await ranks.start()
     try:
-        await gang.run("load", load_new())
-        answer = await gang.run("save", save("new", "runs/a/base/policy", None))
-        offer = (await gang.run(*ask("offer")))["offer"]
+        await ranks.run("load", load_new())
+        answer = await ranks.run("save", save("new", "runs/a/base/policy", None))
+        offer = (await ranks.run(*ask("offer")))["offer"]
         with receiver(offer, "g1", tmp_path / "received.safetensors") as process:
-            (sent,) = (await gang.run(*ask("send", receivers=1, backend="gloo")))["sent"]
+            (sent,) = (await ranks.run(*ask("send", receivers=1, backend="gloo")))["sent"]
             assert process.wait(timeout=DEADLINE_S) == 0
     finally:
-        await gang.close()
+        await ranks.close()
     (file,) = [record for record in answer["policy"] if record["name"].endswith(".safetensors")]
     assert (sent["sha256"], sent["bytes"]) == (file["sha256"], file["bytes"])
     assert sending.file_of("x", load_file(tmp_path / "received.safetensors")).sha256 == file["sha256"]
@@ -116,7 +116,7 @@ def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "STALL_S", 3.0)  # short: nobody joins
-    trainer = Trainer(solo_gang(tmp_path))
+    trainer = Trainer(one_rank(tmp_path))
     run(trainer, "load", load_new())
     with pytest.raises(StoreError, match="the trainer did not offer new to group g1"):
         run(trainer, *ask("send", receivers=1, backend="gloo"))
@@ -141,7 +141,7 @@ def test_a_receiver_that_dies_or_never_comes_holds_the_trainer_up_no_longer_than
 
 @pytest.mark.slow
 def test_who_still_receives_hears_at_once_that_another_receiver_died(tmp_path: Path) -> None:
-    trainer = Trainer(solo_gang(tmp_path))
+    trainer = Trainer(one_rank(tmp_path))
     run(trainer, "load", load_new())
     offer = run(trainer, *ask("offer"))["offer"]
     dying = {**offer, "buckets": [{"names": [], "dtypes": [], "shapes": []}], "die": True, "rank": 2}

@@ -27,10 +27,10 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.training import OptimizerConfig, RlConfig
 from rlpipe.models.causal import hf_config
 from rlpipe.trainer.batches import RlBatch, collate
-from rlpipe.trainer.gang import Gang
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
+from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, with_advantages, with_frozen
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
@@ -75,33 +75,33 @@ class World:
     """A batch, and the frozen policies: proximal_logprobs are another policy's, so that
     every ratio and clip is at work."""
 
-    gang: Gang
+    ranks: Ranks
     rollouts: RlBatch
     proximal: PolicyModel
     reference: PolicyModel
 
 
-def resident_of(gang: Gang, seed: int = 0) -> Resident:
-    trainer = Trainer(gang)
+def resident_of(ranks: Ranks, seed: int = 0) -> Resident:
+    trainer = Trainer(ranks)
     world.run(trainer, "load", world.load_new(seed=seed))
     assert trainer.resident is not None
     return trainer.resident
 
 
-def with_options(gang: Gang, **changes: Any) -> Gang:
-    trainer = gang.options.trainer.model_copy(update=changes)
-    return dataclasses.replace(gang, options=gang.options.model_copy(update={"trainer": trainer}))
+def with_options(ranks: Ranks, **changes: Any) -> Ranks:
+    trainer = ranks.options.trainer.model_copy(update=changes)
+    return dataclasses.replace(ranks, options=ranks.options.model_copy(update={"trainer": trainer}))
 
 
 @pytest.fixture(scope="module")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Gang:
-    return world.solo_gang(tmp_path_factory.mktemp("gang"), tokens_max=512)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return world.one_rank(tmp_path_factory.mktemp("trainer"), tokens_max=512)
 
 
 @pytest.fixture(scope="module")
-def setup(gang: Gang) -> World:
-    ref = world.batch(gang.store, "batch", world.rollout_rows(6, 4))
-    return World(gang, read_rl_batch(gang.store, ref, 1), resident_of(gang, 1).policy, resident_of(gang, 2).policy)
+def setup(ranks: Ranks) -> World:
+    ref = world.batch(ranks.store, "batch", world.rollout_rows(6, 4))
+    return World(ranks, read_rl_batch(ranks.store, ref, 1), resident_of(ranks, 1).policy, resident_of(ranks, 2).policy)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def settings_of(name: str) -> RlConfig:
 
 
 def ready(
-    gang: Gang,
+    ranks: Ranks,
     setup: World,
     sequences: list[TrainSequence],
     policy: PolicyModel,
@@ -122,24 +122,24 @@ def ready(
     rows: Rows = Rows.PACKED,
 ) -> StepBatch:
     """One step over `sequences`, with everything that comes before the first update."""
-    batch = plan_batch(gang, policy, rows, sequences)
+    batch = plan_batch(ranks, policy, rows, sequences)
     if settings.proximal == "engine":
         batch = with_frozen(as_recorded(batch), None, setup.reference, 1.0)
     else:
         batch = with_frozen(batch, policy, setup.reference, 1.0)
-    return with_advantages(batch, advantages(gang, setup.rollouts, [batch], settings))
+    return with_advantages(batch, advantages(ranks, setup.rollouts, [batch], settings))
 
 
 def gradients(
-    gang: Gang, setup: World, sequences: list[TrainSequence], name: str, rows: Rows = Rows.PACKED
+    ranks: Ranks, setup: World, sequences: list[TrainSequence], name: str, rows: Rows = Rows.PACKED
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of one step and its sums.
 
     It is read out of a fresh AdamW: the first moment is (1 - beta1) times it.
     """
-    resident, settings = resident_of(gang), settings_of(name)
-    batch = ready(gang, setup, sequences, setup.proximal, settings, rows)
-    sums = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), HOW)
+    resident, settings = resident_of(ranks), settings_of(name)
+    batch = ready(ranks, setup, sequences, setup.proximal, settings, rows)
+    sums = optimizer_step(ranks, resident, batch, loss_part(batch, settings, Gaps(), moved=False), HOW)
     moments = {name: resident.optimizer.state[shard]["exp_avg"].clone() for name, shard in resident.shards.items()}
     assert all(moment.abs().max() > 0 for moment in moments.values())
     return moments, sums
@@ -232,8 +232,10 @@ def plain_gradients(rollouts: RlBatch, settings: RlConfig) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_gradient_is_that_of_a_plain_loop(gang: Gang, setup: World, sequences: list[TrainSequence], name: str) -> None:
-    found, sums = gradients(gang, setup, sequences, name)
+def test_gradient_is_that_of_a_plain_loop(
+    ranks: Ranks, setup: World, sequences: list[TrainSequence], name: str
+) -> None:
+    found, sums = gradients(ranks, setup, sequences, name)
     expected, plain = plain_gradients(setup.rollouts, settings_of(name))
     assert_same(found, expected, tolerance=2e-5)
     assert plain.keys() == {"loss", *TOKEN_SUMS}
@@ -247,15 +249,15 @@ def test_gradient_is_that_of_a_plain_loop(gang: Gang, setup: World, sequences: l
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
-    gang: Gang, setup: World, sequences: list[TrainSequence], name: str
+    ranks: Ranks, setup: World, sequences: list[TrainSequence], name: str
 ) -> None:
-    expected, sums = gradients(gang, setup, sequences, name)
+    expected, sums = gradients(ranks, setup, sequences, name)
     shuffled = [sequences[index] for index in np.random.default_rng(3).permutation(len(sequences))]
     for tokens_max, order in ((128, sequences), (4096, shuffled)):
-        other = with_options(gang, tokens_max=tokens_max)
-        policy = resident_of(gang).policy
+        other = with_options(ranks, tokens_max=tokens_max)
+        policy = resident_of(ranks).policy
         assert len(plan_batch(other, policy, Rows.PACKED, order).microbatches) != len(
-            plan_batch(gang, policy, Rows.PACKED, sequences).microbatches
+            plan_batch(ranks, policy, Rows.PACKED, sequences).microbatches
         )
         found, other_sums = gradients(other, setup, order, name)
         assert_same(found, expected)
@@ -264,36 +266,36 @@ def test_gradient_depends_neither_on_the_microbatch_nor_on_the_order(
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_does_not_depend_on_how_rows_are_filled(
-    gang: Gang, setup: World, sequences: list[TrainSequence], name: str
+    ranks: Ranks, setup: World, sequences: list[TrainSequence], name: str
 ) -> None:
-    expected, sums = gradients(gang, setup, sequences, name, Rows.SINGLE)
-    shared = plan_batch(gang, resident_of(gang).policy, Rows.SHARED, sequences).microbatches
+    expected, sums = gradients(ranks, setup, sequences, name, Rows.SINGLE)
+    shared = plan_batch(ranks, resident_of(ranks).policy, Rows.SHARED, sequences).microbatches
     assert any(microbatch.branch_RL is not None for microbatch in shared)
     for rows in (Rows.PACKED, Rows.SHARED):
-        found, other_sums = gradients(gang, setup, sequences, name, rows)
+        found, other_sums = gradients(ranks, setup, sequences, name, rows)
         assert_same(found, expected)
         assert other_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
 def test_gradient_does_not_depend_on_activation_checkpointing(
-    gang: Gang, setup: World, sequences: list[TrainSequence]
+    ranks: Ranks, setup: World, sequences: list[TrainSequence]
 ) -> None:
-    other = with_options(gang, activation_checkpointing=True)
-    assert_same(gradients(other, setup, sequences, "ppo")[0], gradients(gang, setup, sequences, "ppo")[0])
+    other = with_options(ranks, activation_checkpointing=True)
+    assert_same(gradients(other, setup, sequences, "ppo")[0], gradients(ranks, setup, sequences, "ppo")[0])
 
 
 def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
-    gang: Gang, setup: World, sequences: list[TrainSequence]
+    ranks: Ranks, setup: World, sequences: list[TrainSequence]
 ) -> None:
-    resident, settings = resident_of(gang), settings_of("reinforce++")
+    resident, settings = resident_of(ranks), settings_of("reinforce++")
     empty = dataclasses.replace(sequences[0], loss_mask=0 * sequences[0].loss_mask, num_scored=0)
-    batch = plan_batch(gang, resident.policy, Rows.PACKED, [*sequences, empty])
+    batch = plan_batch(ranks, resident.policy, Rows.PACKED, [*sequences, empty])
     assert batch.num_sequences == len([s for s in sequences if len(s.scored)])
     padding = collate([], [])
     alone = with_frozen(dataclasses.replace(batch, microbatches=[padding]), resident.policy, setup.reference, 1.0)
     whole = with_frozen(batch, resident.policy, setup.reference, 1.0)
     both = dataclasses.replace(whole, microbatches=[*alone.microbatches, *whole.microbatches])
-    told = [advantages(gang, setup.rollouts, [each], settings) for each in (whole, both)]
+    told = [advantages(ranks, setup.rollouts, [each], settings) for each in (whole, both)]
     assert all(map(np.array_equal, *told)), "padding has no KL"
     (frozen,) = with_advantages(alone, told[0]).microbatches
     loss, sums = loss_part(batch, settings, Gaps(), moved=False)(frozen, *forward(resident.policy, padding, 1.0))
@@ -302,24 +304,24 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     assert all(not gradient.any() for gradient in resident.gradients())
 
 
-def test_a_step_that_is_not_finite_changes_nothing(gang: Gang, setup: World, sequences: list[TrainSequence]) -> None:
-    resident, settings = resident_of(gang), settings_of("ppo")
+def test_a_step_that_is_not_finite_changes_nothing(ranks: Ranks, setup: World, sequences: list[TrainSequence]) -> None:
+    resident, settings = resident_of(ranks), settings_of("ppo")
     before = world.fingerprint(list(resident.shards.values()))
     poisoned = [dataclasses.replace(sequences[0], logprobs=sequences[0].logprobs * np.nan), *sequences[1:]]
-    batch = ready(gang, setup, poisoned, resident.policy, settings)
+    batch = ready(ranks, setup, poisoned, resident.policy, settings)
     how = StepSettings(
         OptimizerConfig(learning_rate=1e-3), step=0, temperature=1.0, address="runs/a/rl/00003/batch step 2"
     )
     with pytest.raises(StepRefused, match="runs/a/rl/00003/batch step 2: loss nan"):
-        optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
+        optimizer_step(ranks, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
     assert world.fingerprint(list(resident.shards.values())) == before and resident.optimizer_step == 0
 
 
-def test_gradient_clip_bounds_the_norm(gang: Gang, setup: World, sequences: list[TrainSequence]) -> None:
-    resident, settings = resident_of(gang), settings_of("ppo")
-    batch = ready(gang, setup, sequences, resident.policy, settings)
+def test_gradient_clip_bounds_the_norm(ranks: Ranks, setup: World, sequences: list[TrainSequence]) -> None:
+    resident, settings = resident_of(ranks), settings_of("ppo")
+    batch = ready(ranks, setup, sequences, resident.policy, settings)
     how = dataclasses.replace(HOW, optimizer=OptimizerConfig(grad_clip=0.01))
-    done = optimizer_step(gang, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
+    done = optimizer_step(ranks, resident, batch, loss_part(batch, settings, Gaps(), moved=False), how)
     moments = torch.stack([entry["exp_avg"].square().sum() for entry in resident.optimizer.state.values()])
     assert done["grad_norm"] > 0.01
     assert float(moments.sum().sqrt()) == pytest.approx(0.1 * 0.01, rel=1e-4)

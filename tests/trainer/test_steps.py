@@ -51,7 +51,7 @@ def test_a_batch_of_older_code_is_cut_as_it_was() -> None:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(world.solo_gang(tmp_path, tokens_max=512))
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=512))
     world.run(trainer, "load", world.load_new())
     return trainer
 
@@ -67,14 +67,14 @@ def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_
     """What the pass of the proximal logprobs would give, recorded by the engine to the bit."""
     rows, resident = world.rollout_rows(NUM_GROUPS, 4), trainer.resident
     assert resident is not None
-    read = read_rl_batch(trainer.gang.store, world.batch(trainer.gang.store, "other", rows), 3)
-    batches = [plan_batch(trainer.gang, resident.policy, resident.rows, step) for step in read.steps]
+    read = read_rl_batch(trainer.ranks.store, world.batch(trainer.ranks.store, "other", rows), 3)
+    batches = [plan_batch(trainer.ranks, resident.policy, resident.rows, step) for step in read.steps]
     passes = [(batch.microbatches, frozen_logprobs(resident.policy, batch.microbatches, 1.0)) for batch in batches]
     parts = [part for microbatches, logprobs in passes for part in zip(microbatches, logprobs, strict=True)]
-    own = iter(of_whole_batch(trainer.gang, read.lengths_B, parts).tolist())
+    own = iter(of_whole_batch(trainer.ranks, read.lengths_B, parts).tolist())
     for row in rows:
         row["rollout_logprobs"] = [next(own) if scored else -1.0 for scored in row["loss_mask"]]
-    batch = world.batch(trainer.gang.store, "exact", rows)
+    batch = world.batch(trainer.ranks.store, "exact", rows)
     common, told, weights = (
         {"num_steps": 3, "importance": "none", "clip_low": 0.01, "clip_high": 0.01, "learning_rate": 1e-3},
         {},
@@ -95,7 +95,7 @@ def test_an_engine_with_the_trainers_own_logprobs_saves_the_pass_and_changes_no_
 def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(trainer: Trainer) -> None:
     rows = world.rollout_rows(2, 2)
     rows[1]["loss_mask"][:2], rows[1]["rollout_logprobs"][:2] = [1, 0], [UNRECORDED, UNRECORDED]
-    batch = world.batch(trainer.gang.store, "batch", rows)
+    batch = world.batch(trainer.ranks.store, "batch", rows)
     with pytest.raises(
         UserError,
         match=(
@@ -108,6 +108,6 @@ def test_tokens_without_a_recorded_logprob_are_refused_by_the_engines_logprobs(t
 
 def test_what_a_batch_says_of_empty_groups_is_read_with_it(trainer: Trainer) -> None:
     rows = [row for row in world.rollout_rows(4, 2) if row["group_index"] in (1, 2)]
-    batch = world.batch(trainer.gang.store, "batch", rows, [0, 3])
-    assert [len(step) for step in read_rl_batch(trainer.gang.store, batch, 4).steps] == [0, 2, 2, 0]
-    assert [len(step) for step in read_rl_batch(trainer.gang.store, batch, 2).steps] == [2, 2]
+    batch = world.batch(trainer.ranks.store, "batch", rows, [0, 3])
+    assert [len(step) for step in read_rl_batch(trainer.ranks.store, batch, 4).steps] == [0, 2, 2, 0]
+    assert [len(step) for step in read_rl_batch(trainer.ranks.store, batch, 2).steps] == [2, 2]

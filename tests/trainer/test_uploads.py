@@ -72,7 +72,7 @@ async def test_a_file_counts_as_fetched_for_as_long_as_it_is_sent(tmp_path: Path
     server = web.Server(answer)
     serving = await asyncio.get_running_loop().create_server(server, sock=listener)
     reader, writer = await asyncio.open_connection(*listener.getsockname())
-    writer.write(b"GET /file HTTP/1.1\r\nHost: gang\r\n\r\n")
+    writer.write(b"GET /file HTTP/1.1\r\nHost: trainer\r\n\r\n")
     await until_async(lambda: len(fetches.going) == 1)
     if goes_away:
         writer.transport.abort()

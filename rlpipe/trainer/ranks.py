@@ -26,7 +26,7 @@ from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.models.team import Team, join_team
+from rlpipe.models.context_parallel import ContextGroup, join_context_group
 from rlpipe.services.registration import FILES
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 
 
 @dataclass
-class Gang:
+class Ranks:
     """This rank's view of the trainer processes.
 
     `control`: a gloo group with a long timeout, for collectives that follow reading or writing.
@@ -57,7 +57,7 @@ class Gang:
     control: dist.ProcessGroup
     store: Store
     # this rank's context-parallel group; None without context parallelism
-    team: Team | None = None
+    context: ContextGroup | None = None
     report: Callable[[int, int], None] = field(default=lambda done, total: None)
     _warnings: list[str] = field(default_factory=list)
 
@@ -81,13 +81,13 @@ class Gang:
     @property
     def context_ranks(self) -> int:
         """The number of ranks of a context-parallel group; 1 without one."""
-        return self.team.ranks if self.team else 1
+        return self.context.ranks if self.context else 1
 
     def once(self, values: torch.Tensor) -> torch.Tensor:
         """Prepares values that are equal on all ranks of a context-parallel group for a sum over
         ranks: zeros on all ranks of the group but the first.
         """
-        return torch.zeros_like(values) if self.team and self.team.rank else values
+        return torch.zeros_like(values) if self.context and self.context.rank else values
 
     def scratch(self, name: str) -> Path:
         """The folder `name` in this node's scratch, created."""
@@ -187,9 +187,9 @@ class Gang:
             if (chosen := os.environ.get("NCCL_ALGO", "")) != "Ring":
                 library = f"{library} by {chosen or 'its own choice'}"
         cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
-        of_gang = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
+        of_ranks = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
         shape = {"ranks": self.size, "copies": self.copies, "context_ranks": self.context_ranks, "threads": threads}
-        return of_gang | {name: str(count) for name, count in shape.items()}
+        return of_ranks | {name: str(count) for name, count in shape.items()}
 
     def warn(self, text: str) -> None:
         """Logs a warning on this rank; those of rank 0 also go to the flow, with the result of the
@@ -268,7 +268,7 @@ def _keep_to_interface(address: str) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def join_gang(options: TrainerOptions) -> Gang:
+def join_ranks(options: TrainerOptions) -> Ranks:
     """Joins the process group of the ranks that the launcher started (or that the caller
     initialised), with deterministic arithmetic.
     """
@@ -293,5 +293,5 @@ def join_gang(options: TrainerOptions) -> Gang:
     shape, names = ((copies, size // copies), ("copy", "part")) if copies > 1 else ((size,), ("part",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     store = open_store(options.store, Path(options.cache) if options.cache else None)
-    team = join_team(size, options.trainer.context_ranks, rank, device)
-    return Gang(options, rank, size, device, mesh, control, store, team)
+    context = join_context_group(size, options.trainer.context_ranks, rank, device)
+    return Ranks(options, rank, size, device, mesh, control, store, context)

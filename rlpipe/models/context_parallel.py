@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlpipe.base.errors import UserError
 from rlpipe.models.causal import other_windows
-from rlpipe.models.flex import FLEX, TEAM, choose_attention, supports_flex
+from rlpipe.models.flex import FLEX, SHARED, choose_attention, supports_flex
 
 SDPA = "sdpa"
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
@@ -44,7 +44,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Team:
+class ContextGroup:
     """A context-parallel group of `ranks` ranks, and this rank's index in it, which is also the
     index of its slice.
     """
@@ -118,20 +118,20 @@ class Team:
         return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()
 
 
-def join_team(size: int, ranks: int, rank: int, device: torch.device) -> Team | None:
+def join_context_group(size: int, ranks: int, rank: int, device: torch.device) -> ContextGroup | None:
     """Returns the context-parallel group of this rank, `ranks` neighbouring ranks; None for `ranks`
     = 1.
 
     A collective of all ranks.
     """
-    assert size % ranks == 0, f"teams of {ranks} of {size} ranks"
+    assert size % ranks == 0, f"context-parallel groups of {ranks} of {size} ranks"
     if ranks == 1:
         return None
-    mesh = init_device_mesh(device.type, (size // ranks, ranks), mesh_dim_names=("team", "member"))
-    return Team(mesh.get_group("member"), ranks, rank % ranks)
+    mesh = init_device_mesh(device.type, (size // ranks, ranks), mesh_dim_names=("group", "member"))
+    return ContextGroup(mesh.get_group("member"), ranks, rank % ranks)
 
 
-def check_team(config: PretrainedConfig, ranks: int) -> None:
+def check_context_group(config: PretrainedConfig, ranks: int) -> None:
     """Raises UserError, naming the heads, for a model whose heads `ranks` ranks cannot share
     evenly.
     """
@@ -145,30 +145,30 @@ def check_team(config: PretrainedConfig, ranks: int) -> None:
         )
 
 
-def use_team(lm: Any, team: Team) -> None:
+def use_context_group(lm: Any, context: ContextGroup) -> None:
     """Switches the attention layers of `lm` to context parallelism.
 
     UserError naming a family whose attention is not called through transformers' registry, or does
     not take our masks.
     """
-    check_team(lm.config, team.ranks)
+    check_context_group(lm.config, context.ranks)
     own, family = lm.config.get_text_config()._attn_implementation, lm.config.model_type
     fault = f"its own code bounds attention ({', '.join(windows)})" if (windows := other_windows(lm.config)) else ""
     if not lm._can_set_attn_implementation() or not (own == SDPA or supports_flex(lm)):
         fault = f"its attention ({own}) is computed in its own way"
     if fault:
         raise UserError(
-            f"trainer.context_ranks={team.ranks}: rows of {family} cannot be split over a context-parallel group:"
+            f"trainer.context_ranks={context.ranks}: rows of {family} cannot be split over a context-parallel group:"
             f" {fault}; use trainer.context_ranks = 1"
         )
     for layer in lm.modules():  # `attend` gets the layer as an argument
-        layer._team = team
-    choose_attention(lm, TEAM + (SDPA if own == SDPA else FLEX))
+        layer._context = context
+    choose_attention(lm, SHARED + (SDPA if own == SDPA else FLEX))
 
 
-def uses_team(lm: Any) -> bool:
+def uses_context_group(lm: Any) -> bool:
     """True when the attention layers of `lm` use context parallelism."""
-    return lm.config.get_text_config()._attn_implementation.startswith(TEAM)
+    return lm.config.get_text_config()._attn_implementation.startswith(SHARED)
 
 
 class _Part:
@@ -196,28 +196,28 @@ def attend(
     `attention_mask`: of whole rows; `inner`: the name of the attention that computes them. Key
     heads that the ranks cannot share evenly are repeated first.
     """
-    team: Team = layer._team
+    context: ContextGroup = layer._context
     heads, kept = query_RASD.shape[HEADS], key_RASD.shape[HEADS]
-    if heads % team.ranks or heads % kept or others.get("position_bias") is not None:
-        raise ValueError(f"an attention layer of {heads} heads cannot be split over {team.ranks} ranks")
-    times = math.lcm(kept, team.ranks) // kept
+    if heads % context.ranks or heads % kept or others.get("position_bias") is not None:
+        raise ValueError(f"an attention layer of {heads} heads cannot be split over {context.ranks} ranks")
+    times = math.lcm(kept, context.ranks) // kept
     if times > 1:
         key_RASD, value_RASD = (part.repeat_interleave(times, HEADS) for part in (key_RASD, value_RASD))
-    query, key, value = _Exchange.apply(team, HEADS, TOKENS, query_RASD, key_RASD, value_RASD)
+    query, key, value = _Exchange.apply(context, HEADS, TOKENS, query_RASD, key_RASD, value_RASD)
     if others.get("s_aux") is not None:
-        others["s_aux"] = others["s_aux"].chunk(team.ranks)[team.rank]
+        others["s_aux"] = others["s_aux"].chunk(context.ranks)[context.rank]
     part = _Part(layer, query.shape[HEADS] // key.shape[HEADS])
     out, _ = ALL_ATTENTION_FUNCTIONS[inner](part, query, key, value, attention_mask, **others)
-    return _Exchange.apply(team, OUT_TOKENS, OUT_HEADS, out)[0], None
+    return _Exchange.apply(context, OUT_TOKENS, OUT_HEADS, out)[0], None
 
 
-def exchanged(team: Team, parts: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
+def exchanged(context: ContextGroup, parts: tuple[Tensor, ...], split: int, joined: int) -> tuple[Tensor, ...]:
     """All-to-all of each part: splits it along the dimension `split`, sends share i to rank i, and
     concatenates the received shares along the dimension `joined`.
     """
-    shares = [torch.stack(part.chunk(team.ranks, split)) for part in parts]
+    shares = [torch.stack(part.chunk(context.ranks, split)) for part in parts]
     sizes = [share[0].numel() for share in shares]
-    received = team.send(torch.cat([share.flatten(1) for share in shares], 1))
+    received = context.send(torch.cat([share.flatten(1) for share in shares], 1))
     came = [piece.reshape(share.shape) for piece, share in zip(received.split(sizes, 1), shares, strict=True)]
     return tuple(torch.cat(piece.unbind(), joined) for piece in came)
 
@@ -228,21 +228,21 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, team: Team, split: int, joined: int, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.team, ctx.split, ctx.joined = team, split, joined
-        return exchanged(team, parts, split, joined)
+    def forward(ctx: Any, context: ContextGroup, split: int, joined: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.context, ctx.split, ctx.joined = context, split, joined
+        return exchanged(context, parts, split, joined)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *exchanged(ctx.team, gradients, ctx.joined, ctx.split)
+        return None, None, None, *exchanged(ctx.context, gradients, ctx.joined, ctx.split)
 
 
 class _Sum(torch.autograd.Function):
     """The sum over the group; its gradient is this rank's own."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, team: Team) -> Tensor:
-        return team.add(values.clone())
+    def forward(ctx: Any, values: Tensor, context: ContextGroup) -> Tensor:
+        return context.add(values.clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -250,4 +250,4 @@ class _Sum(torch.autograd.Function):
 
 
 for attention in (SDPA, FLEX):
-    AttentionInterface.register(TEAM + attention, functools.partial(attend, attention))
+    AttentionInterface.register(SHARED + attention, functools.partial(attend, attention))

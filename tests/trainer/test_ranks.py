@@ -1,4 +1,4 @@
-"""A real gang of two ranks, over HTTP: it agrees with one rank, exchanges
+"""A real trainer of two ranks, over HTTP: it agrees with one rank, exchanges
 states with it, and survives a kill."""
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ OPTIONS: dict[str, JsonDict] = {
 }  # fmt: skip
 
 
-class GangUnderTest:
+class RanksUnderTest:
     """The processes and a blocking client."""
 
     def __init__(self, folder: Path) -> None:
         self.options = world.options(folder, port=free_port(), tokens_max=512, ranks=2)
         self.url = f"http://127.0.0.1:{self.options.port}"
-        self.log = folder / "gang.log"
+        self.log = folder / "trainer.log"
         environment = {**os.environ, KEY_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self.log.open("wb") as log:
             code = f"import subprocess; subprocess.Popen({launcher_argv(self.options)!r}).wait()"
@@ -103,7 +103,7 @@ class GangUnderTest:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gang")
+    return tmp_path_factory.mktemp("trainer")
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +112,19 @@ def store(folder: Path) -> Store:
 
 
 @pytest.fixture(scope="module")
-def gang(folder: Path) -> Iterator[GangUnderTest]:
-    gang = GangUnderTest(folder)
+def ranks(folder: Path) -> Iterator[RanksUnderTest]:
+    ranks = RanksUnderTest(folder)
     try:
-        gang.wait_ready()
-        yield gang
+        ranks.wait_ready()
+        yield ranks
     finally:
-        gang.parent.kill()
-        gang.parent.wait(timeout=DEADLINE_S)
+        ranks.parent.kill()
+        ranks.parent.wait(timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
 def solo(folder: Path) -> Trainer:
-    return Trainer(world.solo_gang(folder, tokens_max=512, work_dir=f"{folder}/solo"))
+    return Trainer(world.one_rank(folder, tokens_max=512, work_dir=f"{folder}/solo"))
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def data(store: Store) -> ArtifactRef:
 def moments(solo: Trainer, folder: str, records: list[JsonDict]) -> tuple[dict[str, torch.Tensor], ArtifactRef]:
     """exp_avg after one step of a fresh AdamW: (1 - beta1) times the gradient, put
     together from the ranks' files."""
-    ref = world.saved(solo.gang.store, folder, records)
-    stored = StoredState(solo.gang, ref)
+    ref = world.saved(solo.ranks.store, folder, records)
+    stored = StoredState(solo.ranks, ref)
     read_rows = stored.rows("exp_avg")
     shapes = {name: tensor["shape"] for name, tensor in stored.record["tensors"].items()}
     return {name: read_rows(name, shape, 0, shape[0]) for name, shape in shapes.items()}, ref
@@ -151,19 +151,19 @@ def reference(solo: Trainer, store: Store) -> ArtifactRef:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_rank_and_two_ranks_agree(
-    gang: GangUnderTest, solo: Trainer, data: ArtifactRef, reference: ArtifactRef, name: str
+    ranks: RanksUnderTest, solo: Trainer, data: ArtifactRef, reference: ArtifactRef, name: str
 ) -> None:
     job = world.train("new", "one", "rl", data, {**SETTINGS, **OPTIONS[name]}) | {"reference": reference.as_json()}
-    gang.do("load", world.load_new("new"))
+    ranks.do("load", world.load_new("new"))
     world.run(solo, "load", world.load_new("new"))
-    metrics, expected = gang.do("train", job)["metrics"], world.run(solo, "train", job)["metrics"]
+    metrics, expected = ranks.do("train", job)["metrics"], world.run(solo, "train", job)["metrics"]
     for metric in set(expected) - {"train_s", "train/packing_efficiency", "train/peak_memory_gib"}:
         assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
     assert (metrics["train/clip_fraction_high"] > 0) == (job["settings"]["num_steps"] == 2)
     assert abs(metrics["train/kl"]) > 1e-3
     assert metrics["train/onpolicy_abs"] < 1e-6
     folder = f"runs/a/sft/{sum(name.encode()):05d}/state"
-    two, _ = moments(solo, folder, gang.do("save", world.save("one", None, folder))["state"])
+    two, _ = moments(solo, folder, ranks.do("save", world.save("one", None, folder))["state"])
     one, _ = moments(solo, f"one-{name}", world.run(solo, "save", world.save("one", None, f"one-{name}"))["state"])
     assert one.keys() == two.keys()
     tolerance = 1e-6 if job["settings"]["num_steps"] == 1 else 1e-4  # AdamW makes much of little
@@ -172,13 +172,13 @@ def test_one_rank_and_two_ranks_agree(
 
 
 @pytest.mark.slow
-def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Trainer, store: Store) -> None:
+def test_the_gaps_of_two_ranks_are_those_of_one(ranks: RanksUnderTest, solo: Trainer, store: Store) -> None:
     """Each row once, in the order of the batch, whichever rank had it, and however many steps are
     taken. The ranks have unequal shares."""
     rows = world.rollout_rows(7, 1, seed=4)
     rows[3] |= {"rollout_logprobs": [float("inf")] * len(rows[3]["rollout_logprobs"])}
     batch, read = world.batch(store, "batch-of-seven", rows), []
-    for number, do in enumerate((gang.do, partial(world.run, solo)), 41):
+    for number, do in enumerate((ranks.do, partial(world.run, solo)), 41):
         folder = f"runs/a/rl/{number:05d}/gap"
         do("load", world.load_new("new"))
         do("train", world.train("new", "one", "rl", batch, SETTINGS | {"num_steps": number - 40}))
@@ -191,10 +191,10 @@ def test_the_gaps_of_two_ranks_are_those_of_one(gang: GangUnderTest, solo: Train
 
 
 @pytest.mark.slow
-def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trainer, data: ArtifactRef) -> None:
-    gang.do("load", world.load_new("new"))
-    gang.do("train", world.train("new", "one", "rl", data))
-    two = gang.do("save", world.save("one", "runs/a/rl/00002/policy", "runs/a/rl/00002/state"))
+def test_a_state_moves_between_one_and_two_ranks(ranks: RanksUnderTest, solo: Trainer, data: ArtifactRef) -> None:
+    ranks.do("load", world.load_new("new"))
+    ranks.do("train", world.train("new", "one", "rl", data))
+    two = ranks.do("save", world.save("one", "runs/a/rl/00002/policy", "runs/a/rl/00002/state"))
     assert set(world.digests(two["state"])) == {"state.json", state_file(0, 2), state_file(1, 2)}
     two_moments, two_ref = moments(solo, "runs/a/rl/00002/state", two["state"])
     world.run(solo, "load", world.load_ref("one", "state", two_ref))
@@ -202,15 +202,15 @@ def test_a_state_moves_between_one_and_two_ranks(gang: GangUnderTest, solo: Trai
     assert world.digests(one["policy"]) == world.digests(two["policy"])
     one_moments, one_ref = moments(solo, "s1", one["state"])
     assert world.fingerprint([*one_moments.values()]) == world.fingerprint([*two_moments.values()])
-    gang.do("load", world.load_ref("one-again", "state", one_ref))
-    again = gang.do("save", world.save("one-again", "runs/a/rl/00003/policy", "runs/a/rl/00003/state"))
+    ranks.do("load", world.load_ref("one-again", "state", one_ref))
+    again = ranks.do("save", world.save("one-again", "runs/a/rl/00003/policy", "runs/a/rl/00003/state"))
     assert world.digests(again["policy"]) == world.digests(two["policy"])
     assert world.digests(again["state"]) == world.digests(two["state"])
 
 
 @pytest.mark.slow
 def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them(
-    gang: GangUnderTest, solo: Trainer, data: ArtifactRef, store: Store
+    ranks: RanksUnderTest, solo: Trainer, data: ArtifactRef, store: Store
 ) -> None:
     world.run(solo, "load", world.load_new("new"))
     base = world.saved(
@@ -218,12 +218,12 @@ def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them
     )
     fresh = world.load_ref("fresh", "policy", base) | {"adapter": {"settings": {"rank": 3, "alpha": 6.0}, "seed": 1}}
     job, place = world.train("fresh", "one", "rl", data, SETTINGS), "runs/a/rl/00021"
-    gang.do("load", fresh)
+    ranks.do("load", fresh)
     world.run(solo, "load", fresh)
-    metrics, expected = gang.do("train", job)["metrics"], world.run(solo, "train", job)["metrics"]
+    metrics, expected = ranks.do("train", job)["metrics"], world.run(solo, "train", job)["metrics"]
     for metric in ("train/loss", "train/grad_norm", "train/entropy"):
         assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
-    two = gang.do("save", world.save("one", f"{place}/policy", f"{place}/state"))
+    two = ranks.do("save", world.save("one", f"{place}/policy", f"{place}/state"))
     one = world.run(solo, "save", world.save("one", "adapter-1", "adapter-state-1"))
     gradients, ref = moments(solo, f"{place}/state", two["state"])
     others, _ = moments(solo, "adapter-state-1", one["state"])
@@ -233,43 +233,43 @@ def test_an_adapter_of_two_ranks_is_that_of_one_and_its_state_moves_between_them
     world.run(solo, "load", world.load_ref("one", "state", ref))
     again = world.run(solo, "save", world.save("one", "adapter-2", "adapter-state-2"))
     assert world.digests(again["policy"]) == world.digests(two["policy"])
-    gang.do("load", world.load_ref("one", "state", world.saved(store, "adapter-state-2", again["state"])))
-    back = gang.do("save", world.save("one", "runs/a/rl/00022/policy", "runs/a/rl/00022/state"))
+    ranks.do("load", world.load_ref("one", "state", world.saved(store, "adapter-state-2", again["state"])))
+    back = ranks.do("save", world.save("one", "runs/a/rl/00022/policy", "runs/a/rl/00022/state"))
     assert world.digests(back["policy"]) == world.digests(two["policy"])
     assert world.digests(back["state"]) == world.digests(two["state"])
 
 
 @pytest.mark.slow
-def test_an_offload_changes_no_bit_of_two_ranks(gang: GangUnderTest, data: ArtifactRef, folder: Path) -> None:
-    parked = [Path(gang.options.work_dir) / "offload" / f"rank-{rank}" for rank in range(2)]
+def test_an_offload_changes_no_bit_of_two_ranks(ranks: RanksUnderTest, data: ArtifactRef, folder: Path) -> None:
+    parked = [Path(ranks.options.work_dir) / "offload" / f"rank-{rank}" for rank in range(2)]
     digests = []
     for number, offloads in enumerate((False, True), 4):
-        gang.do("load", world.load_new("new"))
+        ranks.do("load", world.load_new("new"))
         for start, result in (("new", "one"), ("one", "two")):
-            gang.do("train", world.train(start, result, "rl", data))
+            ranks.do("train", world.train(start, result, "rl", data))
             if offloads:
-                gang.do("offload", {"kind": "offload"})
+                ranks.do("offload", {"kind": "offload"})
                 assert all(path.stat().st_size > 0 for path in parked)
         places = (f"runs/a/rl/{number:05d}/policy", f"runs/a/rl/{number:05d}/state")
-        saved = gang.do("save", world.save("two", *places))
+        saved = ranks.do("save", world.save("two", *places))
         assert not any(path.exists() for path in parked)
         digests.append((world.digests(saved["policy"]), world.digests(saved["state"])))
     assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
-def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
-    assert gang.ask("health", token="wrong")[0] == 401
-    assert gang.ask("nothing")[0] == 404 and gang.ask("nothing", {})[0] == 404
-    status, answer = gang.ask("train", {"start": "a"})
+def test_http_refusals(ranks: RanksUnderTest, store: Store) -> None:
+    assert ranks.ask("health", token="wrong")[0] == 401
+    assert ranks.ask("nothing")[0] == 404 and ranks.ask("nothing", {})[0] == 404
+    status, answer = ranks.ask("train", {"start": "a"})
     assert status == 400 and "train: " in answer["error"] and "kind" in answer["error"]
-    status, answer = gang.ended("load", world.load_ref("x", "policy", ArtifactRef("missing", "0" * 64)))
+    status, answer = ranks.ended("load", world.load_ref("x", "policy", ArtifactRef("missing", "0" * 64)))
     assert status == 500 and "missing/manifest.json is missing" in answer["error"]
     poisoned = world.batch(store, "poisoned", world.poisoned(world.rollout_rows(4, 2)))
-    gang.do("load", world.load_new("new"))
-    status, answer = gang.ended("train", world.train("new", "never", "rl", poisoned))
+    ranks.do("load", world.load_new("new"))
+    status, answer = ranks.ended("train", world.train("new", "never", "rl", poisoned))
     assert status == 422 and answer["error"].startswith("poisoned step 0: loss nan")
-    told = gang.ask("status")[1]
+    told = ranks.ask("status")[1]
     assert told.pop("idle_s") >= 0 and told == {"position": None, "busy": False, "progress": None}
     for place in (
         "",
@@ -280,9 +280,9 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
         "runs/a/rl/1/policy",
         "runs/a/rl/00001/policy/x",
     ):
-        status, answer = gang.ask("save", world.save("new", place, None))
+        status, answer = ranks.ask("save", world.save("new", place, None))
         assert status == 400 and f"policy_folder={place!r}: a policy of run a has another folder" in answer["error"]
-    status, answer = gang.ask("save", {**world.save("new", "runs/a/base/policy", None), "attempt": "../x"})
+    status, answer = ranks.ask("save", {**world.save("new", "runs/a/base/policy", None), "attempt": "../x"})
     assert status == 400 and "attempt='../x'" in answer["error"]
     absurd = [
         {"num_hidden_layers": 10**7},
@@ -292,22 +292,22 @@ def test_http_refusals(gang: GangUnderTest, store: Store) -> None:
         {"num_attention_heads": 0},
     ]
     for change in absurd:  # at once: no 202
-        status, answer = gang.ask("load", world.load_new("absurd", model={**world.MODEL, **change}))
+        status, answer = ranks.ask("load", world.load_new("absurd", model={**world.MODEL, **change}))
         assert status == 400 and answer["error"].startswith("model config: ") and "\n" not in answer["error"], (
             change,
             answer,
         )
     long = world.batch(store, "long", world.rollout_rows(2, 2, longest=3000))
-    gang.do("load", world.load_new("other", seed=5))
-    status, answer = gang.ended("train", world.train("other", "never", "rl", long))
+    ranks.do("load", world.load_new("other", seed=5))
+    status, answer = ranks.ended("train", world.train("other", "never", "rl", long))
     assert status == 400 and "trainer.tokens_max=512; set trainer.tokens_max to" in answer["error"]
 
 
-def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
+def test_the_trainer_listens_on_loopback_only(ranks: RanksUnderTest) -> None:
     """The meeting point, gloo's connections and the HTTP of rank 0: torch's own choice is every
     address of the machine."""
-    gang.wait_ready()
-    family = psutil.Process(gang.parent.pid).children(recursive=True)
+    ranks.wait_ready()
+    family = psutil.Process(ranks.parent.pid).children(recursive=True)
     places = {
         each.laddr for process in family for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN
     }
@@ -315,12 +315,12 @@ def test_the_gang_listens_on_loopback_only(gang: GangUnderTest) -> None:
     assert {place.ip for place in places} == {"127.0.0.1"}
 
 
-def test_the_gang_ends_with_its_parent(gang: GangUnderTest) -> None:
+def test_the_trainer_ends_with_its_parent(ranks: RanksUnderTest) -> None:
     """The last test, for it kills what stands for the flow process: neither
     the launcher nor a rank stays."""
-    family = psutil.Process(gang.parent.pid).children(recursive=True)
+    family = psutil.Process(ranks.parent.pid).children(recursive=True)
     assert len(family) >= 3
-    gang.parent.kill()
+    ranks.parent.kill()
     assert psutil.wait_procs(family, timeout=DEADLINE_S)[1] == []
 
 
@@ -346,8 +346,8 @@ def test_no_rank_keeps_a_whole_gradient(tmp_path: Path) -> None:
 def test_ranks_that_share_rows_do_what_each_does_with_its_own(named: str, tmp_path: Path) -> None:
     """2 and 4 of them, of 4: gradients, weights and every metric of two steps, with a reference and
     with an objective over whole sequences."""
-    run_ranks("tests.ranks_of_a_team", 4, tmp_path, named)
-    entries = json.loads((tmp_path / "team.json").read_text())
+    run_ranks("tests.ranks_of_a_context_group", 4, tmp_path, named)
+    entries = json.loads((tmp_path / "context_group.json").read_text())
     assert [entry["ranks"] for entry in entries] == [2, 4]
     for entry in entries:
         assert entry["rows"] == "SHARED" and entry["moments"] < 1e-5 and entry["weights"] < 2e-5, entry

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlpipe.models.team import Team
+from rlpipe.models.context_parallel import ContextGroup
 from tests.deadlines import DEADLINE_S
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class ThreadTeam(Team):
+class ThreadGroup(ContextGroup):
     table: Any = None
 
     def send(self, parts_C: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ class ThreadTeam(Team):
         return torch.stack(self.table.all_of(self.rank, values)).sum(0)
 
 
-def on_ranks(count: int, work: Callable[[Team], Result]) -> list[Result]:
+def on_ranks(count: int, work: Callable[[ContextGroup], Result]) -> list[Result]:
     """What each of so many ranks comes to."""
     table = Table(count)
 
     def at_rank(rank: int) -> Result:
         try:
-            return work(ThreadTeam(group=None, ranks=count, rank=rank, table=table))  # pyright: ignore[reportArgumentType]
+            return work(ThreadGroup(group=None, ranks=count, rank=rank, table=table))  # pyright: ignore[reportArgumentType]
         except BaseException:
             table.barrier.abort()
             raise

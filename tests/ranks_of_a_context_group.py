@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
-from rlpipe.trainer.gang import Gang, join_gang
+from rlpipe.trainer.ranks import Ranks, join_ranks
 from rlpipe.trainer.step import Resident
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
@@ -60,8 +60,8 @@ def whole(resident: Resident, values: list[Tensor]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def outcome(gang: Gang, model: JsonDict, kind: str, data: ArtifactRef, changes: JsonDict) -> JsonDict:
-    trainer = Trainer(gang)
+def outcome(ranks: Ranks, model: JsonDict, kind: str, data: ArtifactRef, changes: JsonDict) -> JsonDict:
+    trainer = Trainer(ranks)
     world.run(trainer, "load", world.load_new(model=model))
     metrics = world.run(trainer, "train", world.train("new", "one", kind, data, changes))["metrics"]
     resident = trainer.resident
@@ -89,8 +89,10 @@ def main(folder: Path, *names: str) -> None:
 
     Example: "llama:sft,gspo".
     """
-    gangs = {count: join_gang(world.options(folder, tokens_max=128, ranks=4, context_ranks=count)) for count in SHARED}
-    first, seen = gangs[1], []
+    worlds = {
+        count: join_ranks(world.options(folder, tokens_max=128, ranks=4, context_ranks=count)) for count in SHARED
+    }
+    first, seen = worlds[1], []
 
     def on_all(ref: ArtifactRef | None) -> ArtifactRef:
         return ArtifactRef.from_json(first.gather(ref and ref.as_json())[0])
@@ -109,12 +111,12 @@ def main(folder: Path, *names: str) -> None:
             kind, source, changes = ("sft", conversations, {"num_steps": 2}) if option == "sft" else of_rl
             alone = outcome(first, model, kind, source, changes)
             for count in SHARED[1:]:
-                shared = outcome(gangs[count], model, kind, source, changes)
+                shared = outcome(worlds[count], model, kind, source, changes)
                 line: dict[str, Any] = {"model": name, "option": option, "ranks": count, "rows": shared["rows"]}
                 line |= {part: distance(shared[part], alone[part]) for part in ("moments", "weights")}
                 line["gaps"] = [shared["gaps"], alone["gaps"]]
                 seen.append(line | {"alone": alone["metrics"], "metrics": shared["metrics"]})
     if is_first:
-        (folder / "team.json").write_text(json.dumps(seen))
+        (folder / "context_group.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     dist.destroy_process_group()

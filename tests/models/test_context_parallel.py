@@ -14,15 +14,15 @@ from transformers import AutoConfig
 from rlpipe.base.errors import UserError
 from rlpipe.checks.trial import LiveBytes
 from rlpipe.models.causal import small_windows
+from rlpipe.models.context_parallel import ContextGroup, check_context_group, use_context_group, uses_context_group
 from rlpipe.models.flex import use_flex
 from rlpipe.models.small import VOCABULARY, small_config, small_model
-from rlpipe.models.team import Team, check_team, use_team, uses_team
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.model import PolicyModel, layers_of, recompute
 from rlpipe.trainer.packing import Row, Text, sequence_of
 from rlpipe.trainer.probe_rows import behind, sequence
 from rlpipe.trainer.selftest import PROMPT
-from tests.team_world import on_ranks
+from tests.context_group_world import on_ranks
 
 LENGTHS = (61, 33, 29, 17, 5, 3)
 Placed = tuple[list[Text], list[Row]]
@@ -47,12 +47,12 @@ def shared() -> Placed:
     ], [[0, 1]]
 
 
-def policy_of(family: str, team: Team | None = None, **changes: object) -> PolicyModel:
+def policy_of(family: str, context: ContextGroup | None = None, **changes: object) -> PolicyModel:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4}
-    policy = PolicyModel(small_model(small_config(AutoConfig.for_model(family), **heads | changes)), team=team)
-    if team:
-        use_team(policy.lm, team)
+    policy = PolicyModel(small_model(small_config(AutoConfig.for_model(family), **heads | changes)), context=context)
+    if context:
+        use_context_group(policy.lm, context)
     return policy
 
 
@@ -85,7 +85,7 @@ def test_logprobs_and_gradients_are_those_of_whole_rows(family: str, rows: Calla
     logprobs_N, entropy_N, gradient = passes(whole, batch)
     for count in (2, 4):
         assert batch.tokens_RL.shape[1] % count or rows is not packed, "rows are filled"
-        done = on_ranks(count, lambda team: passes(weights_of(policy_of(family, team), whole), batch))
+        done = on_ranks(count, lambda context: passes(weights_of(policy_of(family, context), whole), batch))
         for logprobs, entropies, _ in done:
             assert torch.equal(logprobs, done[0][0]) and torch.equal(entropies, done[0][1]), "a rank sees others"
             torch.testing.assert_close(logprobs, logprobs_N, rtol=0, atol=2e-6)
@@ -110,7 +110,7 @@ def test_flex_attention_of_shared_rows_too(family: str) -> None:
             return policy(*given, temperature=1.0, branch_RL=batch.branch_RL)[0]
 
     expected = logprobs_of(whole)
-    for logprobs_N in on_ranks(2, lambda team: logprobs_of(weights_of(policy_of(family, team), whole))):
+    for logprobs_N in on_ranks(2, lambda context: logprobs_of(weights_of(policy_of(family, context), whole))):
         torch.testing.assert_close(logprobs_N, expected, rtol=0, atol=2e-6)
 
 
@@ -121,8 +121,8 @@ def test_a_rank_holds_its_share_of_what_a_long_row_takes(recomputed: bool) -> No
     text = sequence(255, VOCABULARY, 0)
     batch = collate([[sequence_of(np.resize(text.tokens, 2048), np.arange(1, 2048))]], [[0]])
 
-    def held(team: Team | None) -> int:
-        policy = policy_of("qwen2", team, num_hidden_layers=4)
+    def held(context: ContextGroup | None) -> int:
+        policy = policy_of("qwen2", context, num_hidden_layers=4)
         for layer in layers_of(policy.lm) if recomputed else []:
             recompute(layer)
         for parameter in policy.parameters():  # gradients are not divided, but reduced at once
@@ -141,9 +141,9 @@ def test_a_rank_holds_its_share_of_what_a_long_row_takes(recomputed: bool) -> No
 
 def test_a_family_that_cannot_share_rows_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"trainer\.context_ranks=3: the 4 attention heads .* of qwen2 .*; use 1 or 2"):
-        check_team(policy_of("qwen2").lm.config, 3)
+        check_context_group(policy_of("qwen2").lm.config, 3)
     with pytest.raises(
         UserError, match=r"rows of bloom cannot be split .*: its attention .*; use trainer.context_ranks = 1"
     ):
-        on_ranks(2, lambda team: policy_of("bloom", team))
-    assert not uses_team(policy_of("qwen2").lm)
+        on_ranks(2, lambda context: policy_of("bloom", context))
+    assert not uses_context_group(policy_of("qwen2").lm)
