@@ -2,8 +2,9 @@
 services of the run on nodes of their own. Imports no torch.
 
 `TrainerService` is one node of the latter (`rlpipe trainer`, the deployment serve-trainer),
-`RegisteredTrainer` is the flow's view of all nodes. Node 0 writes the meeting point into its record,
-a new one at each start: trainer processes that lost a node start again on all nodes, or not at all.
+`RegisteredTrainer` is the flow's view of all nodes. Node 0 writes the meeting point into its
+record, a new one at each start: trainer processes that lost a node start again on all nodes, or not
+at all.
 """
 
 from __future__ import annotations
