@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import psutil
 
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 
 PLOT = Path(__file__).parent.parent / "docs" / "colocate-memory.png"
 POLL_S, TIMEOUT_S = 0.02, 1800

@@ -38,7 +38,9 @@ from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from rlpipe.trainer.batches import read_rl_batch
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +112,7 @@ class Comparison:
         alike = [f"model.path={self.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={self.iterations}"]
         alike += ["rl.warmup_steps=0", "rl.importance=none", "evaluation.every=0", *SETS[name]]
         run = self.rlpipe(f"seed-{seed}-{[*SETS].index(name)}", alike)
-        records = run.iterations(self.iterations)
+        records = Progress(run).iterations(self.iterations)
         ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
         metrics = [record.metrics for record in records]
         # the last policy of a run is evaluated, whatever evaluation.every is: TRL's is not

@@ -32,7 +32,8 @@ import psutil
 
 from rlpipe.base.manifests import moment_of
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 
 EDGE = 50  # iterations that are compared, at each end
 RESTARTED = 20  # from either end of the run
@@ -132,7 +133,7 @@ class Growth:
 
 def report(growth: Growth, iterations: int) -> None:
     """Prints early, late and their ratio, and draws the plot."""
-    records = open_existing(growth.store, "growth").iterations(iterations)
+    records = Progress(open_existing(growth.store, "growth")).iterations(iterations)
     ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
     seconds, moments = [after - before for before, after in pairwise(ended)], growth.moments
 

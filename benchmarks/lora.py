@@ -34,7 +34,8 @@ import matplotlib.pyplot as plt
 from rlpipe.config.source import read_config
 from rlpipe.models.whole import whole_policy
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 PRESETS, PLOT = ROOT / "flows" / "presets", ROOT / "docs" / "lora-curves.png"
@@ -84,7 +85,7 @@ def train(folder: Path, preset: str, seed: int, iterations: int, adapter_rate: f
     name = f"{preset}-{f'lora-{adapter_rate:g}' if adapter_rate else 'full'}-{seed}"
     rlpipe_run(folder, preset, name, *sets)
     run = open_existing(store, name)
-    records = run.iterations(iterations)
+    records = Progress(run).iterations(iterations)
     weights = [file for file in run.policy(iterations)[1].files if file.plain_name.endswith(".safetensors")]
     return Trained(
         rewards=[float(record.metrics["rollout/reward_mean"]) for record in records],

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.compare_trl import Comparison
 from rlpipe.base.manifests import moment_of
+from rlpipe.store.progress import Progress
 
 MODES = ("none", "iteration")
 SAMPLING, TRAINING = ("sample_prompts", "generate", "score", "filter"), ("train", "checkpoint")
@@ -61,7 +62,7 @@ def run(comparison: Comparison, seed: int, overlap: str, sets: list[str]) -> See
     ]
     alike += ["rl.filters={}", "evaluation.every=0", "trainer.threads=1", "engines.count=1", "engines.threads=1"]
     alike += [f"rl.overlap={overlap}", *sets]
-    records = comparison.rlpipe(f"seed-{seed}-{overlap}", alike).iterations(comparison.iterations)
+    records = Progress(comparison.rlpipe(f"seed-{seed}-{overlap}", alike)).iterations(comparison.iterations)
     ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
     metrics = [record.metrics for record in records]
     # the last policy of a run is evaluated, whatever evaluation.every is

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.growth import NEAR_EMPTY
 from rlpipe.store.artifacts import check_file, is_pruned
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 
 KEPT = ["checkpoint.keep_policies_every=50", "checkpoint.keep_policies_last=3", "checkpoint.keep_states=2"]
 SHOWN = (1, 5, 10, 20, 50, 100, 150, 200)  # iterations that are committed

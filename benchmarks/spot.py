@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlpipe.base.manifests import moment_of
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import manifests
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.pipeline import Folder, kill_group
 
 SLOW = Path(__file__).parent / "slow"

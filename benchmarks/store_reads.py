@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlpipe.base.values import JsonDict
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.s3_world import S3Proxy, S3Request, serving
 
 ROOT = Path(__file__).parent.parent

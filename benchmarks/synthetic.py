@@ -26,7 +26,9 @@ from rlpipe.records.rollout import BATCH, ROLLOUTS, SCORES, Rollout
 from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 
 ROOT = Path(__file__).parent.parent
 SHARDS, GROUP_SIZE, TOKENS = 10, 8, (16, 129)  # tokens of a completion: from, to below
@@ -161,7 +163,7 @@ def written(folder: Path, iterations: int, count: int, more: Metrics | None = No
         ["".join(chr(97 + letter) for letter in draw.integers(0, 26, draw.integers(2, 8))) for _ in range(3000)]
     )
     text = " ".join(words[draw.integers(0, len(words), 120_000)])
-    first = run.num_iterations
+    first = Progress(run).num_iterations
     curve: list[list[float]] = (
         [[float(value) for value in point] for point in run.record(first - 1).curve] if first else []
     )

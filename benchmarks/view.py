@@ -40,7 +40,7 @@ from rlpipe.extras.view.library import Library
 from rlpipe.records.columns import to_parquet
 from rlpipe.records.rollout import SCORES
 from rlpipe.store.backend import Store
-from rlpipe.store.run import fork, open_existing
+from rlpipe.store.opening import fork, open_existing
 from tests.browser import CHROMIUM, browser
 from tests.s3_world import serving
 

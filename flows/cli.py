@@ -27,8 +27,8 @@ from rlpipe.config.fields import field_lines
 from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
 from rlpipe.store import audit
 from rlpipe.store.lease import acquire, write_off
+from rlpipe.store.opening import open_existing
 from rlpipe.store.patience import hurrying
-from rlpipe.store.run import open_existing
 from rlpipe.store.run_record import ConfigRefused
 
 

@@ -14,7 +14,8 @@ from flows.printing import echo, echo_all
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.store.backend import Store
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 
 NOTHING_NAMED = 4  # the exit code of `why` where no cause was found
 Host = Annotated[str, typer.Option(help="address it listens at; beyond loopback RLPIPE_VIEW_KEY must be set")]

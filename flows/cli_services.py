@@ -36,7 +36,7 @@ from rlpipe.services.run_watch import RunWatch
 from rlpipe.store.audit import by_number
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
 from rlpipe.store.lease import check_free
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 
 STORE = "./rlpipe-store"
 Sets = Annotated[

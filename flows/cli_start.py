@@ -26,9 +26,11 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store.commits import CommittedLate
-from rlpipe.store.forks import AT_SFT, way_to_resume
+from rlpipe.store.forks import check_committed, forked_from, way_to_resume
 from rlpipe.store.lease import announce, check_free
-from rlpipe.store.run import Run, check_committed, find_run, fork, open_existing, planned_fork
+from rlpipe.store.opening import find_run, fork, open_existing, planned_fork
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import AT_SFT, Run
 from rlpipe.store.run_record import last_started
 
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
@@ -84,7 +86,8 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
     config = override_config(stored, [*(sets or []), f"store={json.dumps(store)}"])
     standing = find_run(opened, config)
     assert standing is not None, f"run {run} was opened just now"
-    if standing.has_base and standing.sft_complete and standing.num_iterations >= config.rl.num_iterations:
+    progress = Progress(standing)
+    if progress.has_base and progress.sft_complete and progress.num_iterations >= config.rl.num_iterations:
         done = f"all {config.rl.num_iterations} iterations" if config.rl.num_iterations else "all its SFT"
         echo(
             f"run {run} has already done {done}; for more iterations: {way_to_resume(config)} --set rl.num_iterations=N"
@@ -124,7 +127,7 @@ def fork_command(
         check_redo(parent, newest, config, redo)
     preflight_of(config, planned)
     forked = fork(parent, newest, config, redo or "")
-    echo(f"run {new} is forked from {forked.forked_from}")
+    echo(f"run {new} is forked from {forked_from(forked)}")
     run_to_end(config)
     if redo:
         echo_all(changes(forked))

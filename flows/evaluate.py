@@ -12,7 +12,8 @@ from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import Run, find_run
+from rlpipe.store.opening import find_run
+from rlpipe.store.run import Run
 from rlpipe.stored.remaking import committed_version, is_missing_to_evaluate
 from tasks.stages import evaluate as evaluate_task
 from tasks.stages import restore_policy

@@ -71,10 +71,10 @@ async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig)
 async def _phases(config: PipelineConfig) -> RunReport:
     async with open_session(config) as session:
         run = session.run
-        if run.num_segments and run.parent is None:
+        if run.config.sft.num_segments and run.parent is None:
             await sft(config=config)
-            if not await asyncio.to_thread(lambda: run.sft_complete):
-                reason = await reason_to_end(session, "sft", await asyncio.to_thread(session.run.num_done, "sft"))
+            if not await asyncio.to_thread(lambda: session.progress.sft_complete):
+                reason = await reason_to_end(session, "sft", await asyncio.to_thread(session.progress.num_done, "sft"))
                 return await ended(session, PHASES, {"run": run.name, "stopped": reason}, reason)
         elif not config.rl.num_iterations:
             await prepare(session)
@@ -82,7 +82,7 @@ async def _phases(config: PipelineConfig) -> RunReport:
         if config.rl.num_iterations:
             await _require_approval(session, "rl")
             await rl(config=config)
-        done = await asyncio.to_thread(session.run.num_done, "rl")
+        done = await asyncio.to_thread(session.progress.num_done, "rl")
         if not (await asyncio.to_thread(untrained_so_far, session.run, done)).is_all:
             await _require_approval(session, "register")
         report = await publish_report(session, done)
@@ -98,7 +98,7 @@ async def _require_approval(session: Session, gate: Gate) -> None:
     if not await asyncio.to_thread(is_awaited, run, gate):
         return
     evaluated = gate == "rl" and config.sets("evaluation") and not config.rl.rollouts_from
-    if evaluated and not await asyncio.to_thread(session.run.num_done, "rl"):
+    if evaluated and not await asyncio.to_thread(session.progress.num_done, "rl"):
         policy, _ = await asyncio.to_thread(run.policy, 0)
         await evaluate(session, policy=policy, version=0)  # RL begins with it, and finds it committed
     raise ApprovalNeeded(run, gate, await publish_evaluation(session, BEFORE[gate]))

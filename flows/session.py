@@ -35,7 +35,8 @@ from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import way_to_change
 from rlpipe.store.lease import RunHeld, TakenOver, announce, check_free, fenced, withdraw
 from rlpipe.store.limits import reason_to_stop
-from rlpipe.store.run import OtherSettings, Run, open_existing
+from rlpipe.store.opening import OtherSettings, open_existing
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import record_start
 from rlpipe.stored.retired import withdraw_steps
 from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
@@ -224,7 +225,7 @@ async def begin_rl(session: stages.Session) -> int:
     """
     run = session.run
     session.tracker.begin("rl")
-    if not await asyncio.to_thread(lambda: run.sft_complete):
+    if not await asyncio.to_thread(lambda: session.progress.sft_complete):
         raise UserError(
             f"the SFT of run {run.name} is not complete: start post-train or sft first, or set sft.num_steps = 0"
         )
@@ -235,7 +236,7 @@ async def begin_rl(session: stages.Session) -> int:
             len(withdrawn),
         )
     session.retention.prune()
-    return await asyncio.to_thread(session.run.num_done, "rl")
+    return await asyncio.to_thread(session.progress.num_done, "rl")
 
 
 async def reason_to_end(session: stages.Session, phase: str, num_committed: int) -> str:

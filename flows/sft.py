@@ -33,8 +33,8 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
     config = await requested(config, changes)
     async with open_session(config) as session:
         tokenizer, data = await begin_sft(session)
-        run, total = session.run, session.run.num_segments
-        first = await asyncio.to_thread(session.run.num_done, "sft")
+        run, total = session.run, session.run.config.sft.num_segments
+        first = await asyncio.to_thread(session.progress.num_done, "sft")
         session.tracker.committed("sft", first)
         steps = config.sft.segment_steps
         losses = await asyncio.to_thread(validation_losses, run, first)
@@ -62,7 +62,7 @@ async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dic
                 say(segment_line(segment, progress.n, trained.metrics))
                 losses += [trained.metrics[LOSS]] if config.sft.validated else []
         if config.sft.validated:
-            done = await asyncio.to_thread(session.run.num_done, "sft")
+            done = await asyncio.to_thread(session.progress.num_done, "sft")
             await select_segment(session, last=await asyncio.to_thread(previous_policy, run, done), num_segments=done)
         await evaluate_sft(session)
         policy, _ = await asyncio.to_thread(run.policy, 0)
@@ -73,7 +73,7 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
     """Returns the tokenizer of the run and the data of its SFT; these and the base model are
     committed.
     """
-    is_complete, has_base = await asyncio.to_thread(lambda: (session.run.sft_complete, session.run.has_base))
+    is_complete, has_base = await asyncio.to_thread(lambda: (session.progress.sft_complete, session.progress.has_base))
     if not is_complete:
         session.tracker.begin("sft")
     if not has_base:
@@ -97,7 +97,7 @@ async def evaluate_sft(session: Session) -> None:
         or run.owner(*run.policy_place(0), "evaluation") is not run
     ):
         return
-    for version in ([BEFORE_SFT] if run.num_segments else []) + [0]:
+    for version in ([BEFORE_SFT] if run.config.sft.num_segments else []) + [0]:
         policy, _ = await asyncio.to_thread(run.policy, version)
         await evaluate(session, policy=policy, version=version)
         session.tracker.evaluated(version)

@@ -255,7 +255,7 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     """Lines of the newest evaluation (and of that at the start of RL), also as an artifact: for a
     person who must approve the next phase.
     """
-    run, done = session.run, session.run.num_done("rl")
+    run, done = session.run, session.progress.num_done("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
     lines = (
         [f"  {name:32s} {value:.3f}" for name, value in sorted(evaluated[-1][1].items())]
@@ -289,12 +289,12 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
             tell(session.run.name, "run.stopped", reason)
         return Completed(name="Stopped", message=reason, data=data)
     skipped = await asyncio.to_thread(
-        untrained_so_far, session.run, session.run.num_done("rl") if "rl" in phases else 0
+        untrained_so_far, session.run, session.progress.num_done("rl") if "rl" in phases else 0
     )
     if skipped.is_all:
         session.tracker.stopped = NOTHING_TRAINED.format(skipped=skipped)
         return Completed(name="NothingTrained", message=session.tracker.stopped, data=data)
-    counts = await asyncio.to_thread(lambda: {phase: session.run.num_done(phase) for phase in phases})
+    counts = await asyncio.to_thread(lambda: {phase: session.progress.num_done(phase) for phase in phases})
     # an earlier start of this flow run, or its part before a gate, may have trained
     maybe_trained = flow_run.run_count > 1 or session.config.approval
     if maybe_trained or any(session.at_start[phase] != count for phase, count in counts.items()):

@@ -31,8 +31,8 @@ from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
 from rlpipe.processes.memory import collect
 from rlpipe.store.backend import open_store
+from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
-from rlpipe.store.run import open_existing
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
 from rlpipe.trainer.trainer import Trainer

@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from scripts.gpu_commands import DEADLINE_S, Commands, kill
 from scripts.gpu_first import PARTS, first
 
@@ -100,7 +101,7 @@ class Smoke:
         records = [record for index in range(ITERATIONS) if (record := run.iteration(index)) is not None]
         mismatches = [record.metrics["train/mismatch_abs_mean"] for record in records]
         rollout = [record.metrics.get("throughput/rollout_tokens_per_s", 0.0) for record in records]
-        sft = [run.committed("sft", segment, "policy")[1].metrics for segment in range(run.num_segments)]
+        sft = [run.committed("sft", segment, "policy")[1].metrics for segment in range(run.config.sft.num_segments)]
         rl = [run.policy(version)[1].metrics for version in range(1, len(records) + 1)]
         sft_per_s, rl_per_s = (
             sum(part["train/num_tokens_processed"] for part in parts) / sum(part["train_s"] for part in parts)

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from rlpipe.store.backend import Store, open_store
+from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
-from rlpipe.store.run import open_existing
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
 from tests.prefect_home import new_home
 
@@ -115,7 +115,7 @@ class Folder:
     def evaluation(self, run: str, version: int) -> dict[str, float]:
         found = open_existing(self.open_store(), run)
         if version == 0:
-            return found.committed("sft", found.num_segments - 1, "evaluation")[1].metrics
+            return found.committed("sft", found.config.sft.num_segments - 1, "evaluation")[1].metrics
         return found.committed("rl", version - 1, "evaluation")[1].metrics
 
     def said(self) -> str:

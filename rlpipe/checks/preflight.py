@@ -24,7 +24,9 @@ from rlpipe.stages.sampling import check_carried
 from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import check_access, open_store
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, find_run
+from rlpipe.store.opening import find_run
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from rlpipe.stored.importing import (
     IMPORTED,
     check_enough,
@@ -126,8 +128,9 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
     False for a plan.
     """
     findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
-    has_base, has_sft = (run is not None and run.has_base), (run is not None and run.sft_complete)
-    num_iterations = 0 if run is None else run.num_committed("rl", rl.num_iterations)
+    progress = None if run is None else Progress(run)
+    has_base, has_sft = (progress is not None and progress.has_base), (progress is not None and progress.sft_complete)
+    num_iterations = 0 if progress is None else progress.num_committed("rl", rl.num_iterations)
     is_complete = (
         has_sft and num_iterations == rl.num_iterations and (rl.num_iterations > 0 or _is_evaluated(config, run))
     )
@@ -141,7 +144,7 @@ def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, run
         looks.append(("environment" if rl.environment else "agent", content.player))
     if data and not has_base:
         looks.append(("tokenizer", content.tokenizer))
-    if rl.reference and not is_complete and (run is None or not run.has_reference):
+    if rl.reference and not is_complete and (progress is None or not progress.has_reference):
         looks.append(("reference", partial(content.reference, run)))
     tried = not num_iterations  # rewards that have scored an iteration need no trial
     if not is_complete:

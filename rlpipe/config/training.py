@@ -62,6 +62,11 @@ class SftConfig(OptimizerConfig):
         """True when there is a validation split, by which a segment can be chosen."""
         return self.num_steps > 0 and self.validation_fraction > 0
 
+    @property
+    def num_segments(self) -> int:
+        """The number of planned segments; fewer are trained when `patience` ends SFT."""
+        return -(-self.num_steps // self.segment_steps)
+
 
 class RlConfig(OptimizerConfig):
     """Reinforcement learning: what is computed."""

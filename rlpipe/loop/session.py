@@ -37,9 +37,11 @@ from rlpipe.services.finder import StartService, nobody_starts
 from rlpipe.store import cache, lease
 from rlpipe.store.commits import Commits, load_published
 from rlpipe.store.nearby import Nearby
+from rlpipe.store.opening import create_or_continue
 from rlpipe.store.patience import working
+from rlpipe.store.progress import Progress
 from rlpipe.store.retention import Retention
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import trainer_place
 
@@ -60,7 +62,9 @@ class Session:
         self.tracker = Tracker(run, partial(fetch_points, run))
         self.commits = Commits(run.store, run.uncommitted, run.lease)
         self.retention = Retention(run)  # prunes what the run does not keep, after commits
-        self.at_start = {phase: run.num_done(phase) for phase in ("sft", "rl")}  # SFT segments and RL iterations
+        self.progress = Progress(run)
+        # SFT segments and RL iterations
+        self.at_start = {phase: self.progress.num_done(phase) for phase in ("sft", "rl")}
         self.data = RunData(run, work_dir)
         self.clock = Clock()
         self.sampling_round: SamplingRound | None = None  # the one in progress

@@ -19,8 +19,10 @@ from rlpipe.base.values import Metrics, expanded
 from rlpipe.config.sections import DataConfig
 from rlpipe.store.audit import by_number, manifests
 from rlpipe.store.code_version import code_version
+from rlpipe.store.forks import forked_from
 from rlpipe.store.outside import is_outside
 from rlpipe.store.policy_files import stored_policy
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import BEFORE_SFT, Run
 
 STAGES = (
@@ -94,7 +96,7 @@ def code_tags(run: Run) -> dict[str, str]:
     # empty where it is none: what a start before said would stay
     tags = {"rlpipe.code_version": code, "mlflow.source.git.commit": code if re.fullmatch("[0-9a-f]{12}", code) else ""}
     if run.parent is not None:
-        tags["rlpipe.parent"] = run.forked_from
+        tags["rlpipe.parent"] = forked_from(run)
     if view := run.config.tracking.view_of(run.name):
         tags["rlpipe.view"] = view
     return tags
@@ -176,10 +178,12 @@ def evaluations(run: Run, num_iterations: int) -> Evaluations:
     """[(weight version, metrics)] of every evaluation, the one at the start of RL first; without RL
     the base model's, then SFT's.
     """
-    starts = [0] if num_iterations or not run.num_segments else [BEFORE_SFT, 0]
+    starts = [0] if num_iterations or not run.config.sft.num_segments else [BEFORE_SFT, 0]
     evaluated = [(version, manifest.metrics) for version in starts if (manifest := evaluation_of(run, version))]
     return evaluated + [
-        (record.weight_version, record.evaluation) for record in run.iterations(num_iterations) if record.evaluation
+        (record.weight_version, record.evaluation)
+        for record in Progress(run).iterations(num_iterations)
+        if record.evaluation
     ]
 
 
@@ -192,7 +196,7 @@ def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
         member = member.parent
         folders |= set(manifests(member))
     for version in range(
-        BEFORE_SFT if run.num_segments else 0, run.num_iterations + 1
+        BEFORE_SFT if run.config.sft.num_segments else 0, Progress(run).num_iterations + 1
     ):  # without SFT the base model is version 0
         try:
             place = run.policy_place(version)
@@ -204,7 +208,7 @@ def evaluated_versions(run: Run) -> Iterator[tuple[int, Manifest]]:
 
 def evaluation_of(run: Run, version: int) -> Manifest | None:
     """The manifest of a weight version's evaluation; None where there is none."""
-    if version >= 0 and not run.sft_complete:
+    if version >= 0 and not Progress(run).sft_complete:
         return None
     artifact = run.artifact(*run.policy_place(version), "evaluation")
     return artifact[1] if artifact else None
@@ -215,7 +219,7 @@ def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics = [record.metrics for record in run.iterations(num_iterations)]
+    metrics = [record.metrics for record in Progress(run).iterations(num_iterations)]
     figure = Figure(figsize=(15, 8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3).flatten()

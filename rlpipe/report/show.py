@@ -24,10 +24,13 @@ from rlpipe.report.stored_turns import Turns, turns_to_show
 from rlpipe.store.approvals import awaited_gate
 from rlpipe.store.artifacts import read_cached, read_manifest, read_records
 from rlpipe.store.backend import Store
+from rlpipe.store.forks import forked_from
 from rlpipe.store.lease import held_by
 from rlpipe.store.limits import reason_to_stop, untrained
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import pruned_folders
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started, run_names
 
 NOTHING, UNFINISHED = "-", "unfinished"
@@ -94,9 +97,10 @@ def run_summaries(store: Store) -> dict[str, RunSummary | str]:
 def run_summary(run: Run) -> RunSummary:
     """The progress of a run, by a few reads of the store, however long the run is."""
     run = replace(run, config=last_started(run.store, run.name))
-    segments, complete = run.num_committed("sft", run.num_segments), run.sft_complete
-    num_segments = run.sft_result()[1] if complete else run.num_segments
-    committed, planned = run.num_iterations, run.config.rl.num_iterations
+    progress = Progress(run)
+    segments, complete = progress.num_done("sft"), progress.sft_complete
+    num_segments = run.sft_result()[1] if complete else run.config.sft.num_segments
+    committed, planned = progress.num_iterations, run.config.rl.num_iterations
     record = run.iteration(committed - 1) if committed else None
     newest = record or (run.committed("sft", segments - 1, "policy")[1] if segments else None)
     ended_at = moment_of(newest.ended_at, f"run {run.name}").astimezone() if newest else None
@@ -116,13 +120,13 @@ def _run_line(summary: RunSummary) -> str:
         f"SFT segments {summary.segments}/{summary.num_segments}  RL iterations"
         f" {summary.committed}/{run.config.rl.num_iterations}  reward {shown} "
         f" {f'{ended_at:%Y-%m-%d %H:%M}' if ended_at else NOTHING}  {summary.state}"
-        + (f"  forked from {run.forked_from}" if run.parent else "")
+        + (f"  forked from {forked_from(run)}" if run.parent else "")
     )
 
 
 def _stopped(run: Run, segments: int, committed: int) -> str:
     """The reason why no process works on a run that is not complete."""
-    phase, done = ("rl", committed) if run.sft_complete else ("sft", segments)
+    phase, done = ("rl", committed) if Progress(run).sft_complete else ("sft", segments)
     limited = committed or any(run.config.budget.model_dump().values())  # else each segment would be read without need
     reason = reason_to_stop(run, phase, done) if limited else ""
     return f"stopped by {reason.split('=')[0]}" if reason else UNFINISHED
@@ -132,7 +136,8 @@ def show_lines(run: Run) -> list[str]:
     """The iterations of a run, one line each (`pruned`: without the files of its policy), and
     before/after.
     """
-    records, pruned = run.iterations(run.num_iterations), pruned_folders(run)
+    progress = Progress(run)
+    records, pruned = progress.iterations(progress.num_iterations), pruned_folders(run)
     lines = [
         f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
         *([str(skipped)] if (skipped := untrained(run, records[-1] if records else None)).num else []),
@@ -145,7 +150,7 @@ def show_lines(run: Run) -> list[str]:
             f" {record.weight_version:7d}"
             + ("  pruned" if run.folder("rl", record.iteration, "policy") in pruned else "")
         )
-    if run.config.sft.validated and run.sft_complete:
+    if run.config.sft.validated and Progress(run).sft_complete:
         segment, trained = run.sft_result()
         lines.append(
             f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from"
@@ -240,8 +245,8 @@ def compare_lines(first: Run, second: Run) -> list[str]:
     settings = _rows([flat_settings(identity(run.config)) for run in runs])
     rows = [
         ["", first.name, second.name],
-        ["forked from", *(run.forked_from if run.parent else NOTHING for run in runs)],
-        ["iterations committed", *(str(run.num_iterations) for run in runs)],
+        ["forked from", *(forked_from(run) if run.parent else NOTHING for run in runs)],
+        ["iterations committed", *(str(Progress(run).num_iterations) for run in runs)],
         [],
         ["settings that differ"],
         *(row for row in settings if row[1] != row[2]),
@@ -250,7 +255,7 @@ def compare_lines(first: Run, second: Run) -> list[str]:
         *_rows([_newest_metrics(run) for run in runs]),
         [],
         ["evaluation, before -> after RL"],
-        *_rows([evaluation_changes(evaluations(run, run.num_iterations)) for run in runs]),
+        *_rows([evaluation_changes(evaluations(run, Progress(run).num_iterations)) for run in runs]),
     ]
     widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(3)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
@@ -264,7 +269,8 @@ def _newest_metrics(run: Run) -> dict[str, str]:
     """The newest metrics without the evaluation, which not every iteration has, and without
     times.
     """
-    record = run.iteration(run.num_iterations - 1) if run.num_iterations else None
+    count = Progress(run).num_iterations
+    record = run.iteration(count - 1) if count else None
     metrics = record.metrics if record else {}
     return {
         name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))

@@ -34,7 +34,7 @@ from rlpipe.services.run_watch import RunWatch
 from rlpipe.store import patience
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from rlpipe.store.run_record import record_key, run_names
 
 log = logging.getLogger(__name__)

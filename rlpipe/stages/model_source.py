@@ -30,9 +30,10 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA
 from rlpipe.store.disk import link
 from rlpipe.store.local_copy import made_once, way_to_remake
+from rlpipe.store.opening import open_existing
 from rlpipe.store.outside import OutsideFile, fetch_files, fetched_folder, files_text, is_outside, outside_files
 from rlpipe.store.policy_files import base_of, stored_policy
-from rlpipe.store.run import open_existing
+from rlpipe.store.progress import Progress
 
 IMPORT_GGUF = ".venv/bin/python scripts/import_gguf.py"
 MODEL_FILES = {"config.json", "generation_config.json", INDEX}
@@ -105,9 +106,10 @@ def newest_policy(store: Store, field: str, name: str) -> tuple[ArtifactRef, int
         source = open_existing(store, name.removeprefix(RUN))
     except UserError as error:
         raise UserError(f"{field}={name!r}: {error}") from error
-    if not source.sft_complete or not source.has_base:
+    progress = Progress(source)
+    if not progress.sft_complete or not progress.has_base:
         raise UserError(f"{field}={name!r}: the SFT of that run is not complete, so it has no policy yet")
-    version = source.num_iterations
+    version = progress.num_iterations
     policy, manifest = source.policy(version)
     if is_pruned(store, policy.folder):
         raise UserError(

@@ -147,5 +147,5 @@ def select_segment(session: Session, attempt: Attempt, *, last: ArtifactRef, num
     """
     losses = validation_losses(session.run, num_segments)
     sft = session.config.sft
-    assert num_segments == session.run.num_segments or out_of_patience(sft, losses), "SFT is not over"
+    assert num_segments == session.run.config.sft.num_segments or out_of_patience(sft, losses), "SFT is not over"
     return Produced([], {"segment": best_segment(losses), "num_segments": num_segments, "losses": losses})

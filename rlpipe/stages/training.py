@@ -88,7 +88,7 @@ def sft_job(run: Run, segment: int, data: ArtifactRef) -> SftJob:
     sft = run.config.sft
     first, fields = segment * sft.segment_steps, {*OptimizerConfig.model_fields, "batch_size"}
     num_steps = min(sft.segment_steps, sft.num_steps - first)
-    assert num_steps > 0, f"segment {segment} of {run.num_segments}"
+    assert num_steps > 0, f"segment {segment} of {run.config.sft.num_segments}"
     return SftJob(
         kind="sft",
         start=position(run, "sft", segment - 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rlpipe.base.hashing import canonical_json
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 
 Gate = Literal["rl", "register"]
@@ -31,7 +32,7 @@ def awaited_gate(run: Run, ended: bool) -> Gate | None:
 
     `ended`: True when its RL is complete, or was stopped.
     """
-    if not run.sft_complete:
+    if not Progress(run).sft_complete:
         return None
     if run.config.rl.num_iterations and is_awaited(run, "rl"):
         return "rl"

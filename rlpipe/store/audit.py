@@ -23,11 +23,11 @@ from rlpipe.store.artifacts import (
 )
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import is_sealed
-from rlpipe.store.forks import AT_SFT
 from rlpipe.store.lease import fenced, held_by, numbers, unreleased
 from rlpipe.store.policy_files import dependencies, stored_policy
+from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import delete, is_prunable, pruned_folders, read_pruned
-from rlpipe.store.run import Run
+from rlpipe.store.run import AT_SFT, Run
 from rlpipe.store.run_record import last_started
 
 ORDER = {"base": 0, "data": 1, "sft": 2, "rl": 3}  # the phases, as a run goes through them
@@ -179,7 +179,7 @@ def _missing(run: Run) -> Iterator[str]:
     places = {stage_of(folder) for folder in manifests(run) if PLACE.fullmatch(_below_run(folder))}
     segments = sorted(iteration for phase, iteration, stage in places if (phase, stage) == ("sft", "policy"))
     wanted = [("sft", segment, stage) for segment in range(len(segments)) for stage in ("state", "policy")]
-    if run.fork_at == AT_SFT and not run.redo and run.config.sets("evaluation") and run.num_iterations:
+    if run.fork_at == AT_SFT and not run.redo and run.config.sets("evaluation") and Progress(run).num_iterations:
         with contextlib.suppress(StoreError):  # a manifest that is reported already
             start = run.policy_place(0)
             wanted += [(*start, "evaluation")] if run.artifact(*start, "policy") else []
@@ -193,9 +193,9 @@ def _iteration_faults(run: Run) -> Iterator[str]:
     """
     yield from (
         f"{run.store.address(run.iteration_key(number))} is missing, and later iterations are committed"
-        for number in run.lost_iterations()[:FAULTS_MAX]
+        for number in Progress(run).lost_iterations()[:FAULTS_MAX]
     )
-    for number in run.own_iterations():
+    for number in Progress(run).own_iterations():
         address = run.store.address(f"{run.root}/rl/{number:05d}/iteration.json")
         try:
             record = run.record(number)

@@ -6,29 +6,14 @@ The points depend on what the run has committed.
 from __future__ import annotations
 
 import shlex
-from typing import Protocol
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.sections import DataConfig
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import AT_SFT, Run
 
-AT_SFT = -1  # where a fork branches off that shares the base model and SFT, and no RL iteration
 CHANGEABLE = ("rl.", "evaluation.")  # in a fork
-
-
-class Progress(Protocol):
-    """The progress of a run: the part of `rlpipe.store.run.Run` that is needed here (that module
-    imports this one).
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> PipelineConfig: ...
-    @property
-    def num_iterations(self) -> int: ...
-    @property
-    def starts_rl(self) -> bool: ...
 
 
 def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
@@ -71,6 +56,13 @@ def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]
     ]
 
 
+def forked_from(run: Run) -> str:
+    """Text on what a fork shares. Examples: `a at 5`, `a at sft`, `a at 4, redoes train of 5`."""
+    assert run.parent is not None, "only of a fork"
+    at = "sft" if run.fork_at < 0 else run.fork_at
+    return f"{run.parent.name} at {at}" + (f", redoes {run.redo} of {run.fork_at + 1}" if run.redo else "")
+
+
 def way_to_resume(config: PipelineConfig) -> str:
     """The command that continues a run from what is stored."""
     return f"rlpipe resume {config.run}{_store_option(config)}"
@@ -82,14 +74,14 @@ def _store_option(config: PipelineConfig) -> str:
     return "" if config.store == default else f" --store {shlex.quote(config.store)}"
 
 
-def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
+def way_to_change(run: Run, config: PipelineConfig | None = None) -> str:
     """Text for a person: how to continue from a run's results with other settings, by a fork or a
     new run.
 
     `config`: the settings that are wanted; None: any.
     """
-    count = run.num_iterations
-    points = ([count - 1] if count else []) + ([AT_SFT] if run.starts_rl else [])
+    count = Progress(run).num_iterations
+    points = ([count - 1] if count else []) + ([AT_SFT] if Progress(run).starts_rl else [])
     at = next((point for point in points if config is None or not fixed_differences(config, run.config, point)), None)
     if at is not None:
         kept, changed = (
@@ -105,7 +97,7 @@ def way_to_change(run: Progress, config: PipelineConfig | None = None) -> str:
     return f"start a run of another name (--run): {run.name} has nothing to fork from before its SFT is complete"
 
 
-def check_committed(run: Progress, at: int, redo: str = "") -> None:
+def check_committed(run: Run, at: int, redo: str = "") -> None:
     """UserError when there is no iteration `at` to fork at; for AT_SFT, when SFT is not
     complete.
     """
@@ -113,16 +105,16 @@ def check_committed(run: Progress, at: int, redo: str = "") -> None:
     if at == AT_SFT:
         if redo:
             raise UserError(f"--at sft --redo {redo}: what is redone is an iteration; name it by its number")
-        if not run.starts_rl:
+        if not Progress(run).starts_rl:
             raise UserError(f"--at sft: the SFT of run {run.name} is not complete; {get_there}")
         return
     assert at >= 0, at
-    count = run.num_iterations
+    count = Progress(run).num_iterations
     if at < count:
         return
     has = f"iterations 0 to {count - 1}" if count else "none"
     ways = [f"choose K from 0 to {count - 1}"] if count else []
-    ways += ["share its SFT only: --at sft"] if run.starts_rl and not redo else []
+    ways += ["share its SFT only: --at sft"] if Progress(run).starts_rl and not redo else []
     raise UserError(
         f"--at {at}: iteration {at} of run {run.name} is not committed (committed: {has});"
         f" {', or '.join([*ways, get_there])}"

@@ -122,7 +122,8 @@ def reason_to_stop(run: Run, phase: str, done: int) -> str:
 
     It depends on the store and the config only, so it is the same for every caller.
     """
-    total, unit = (run.num_segments, "SFT segments") if phase == "sft" else (run.config.rl.num_iterations, "iterations")
+    sft, rl = run.config.sft, run.config.rl
+    total, unit = (sft.num_segments, "SFT segments") if phase == "sft" else (rl.num_iterations, "iterations")
     if done >= total:
         return ""
     reason = over_budget(run.config, spent_on_sft(run, done) if phase == "sft" else spent_before(run, done))

@@ -29,7 +29,9 @@ from rlpipe.stages.sampling import carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
 from rlpipe.store.facts import PromptsFacts, facts_of
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.stored.redo import stored_rounds
 
@@ -69,7 +71,7 @@ def source_run(run: Run) -> Run:
             f"model.context_tokens_max={context}: the rollouts of run {source.name} may have "
             f"{source.config.model.context_tokens_max} tokens; set it to that, or give those that fit as a Parquet file"
         )
-    committed = source.num_committed("rl", rl.num_iterations)
+    committed = Progress(source).num_committed("rl", rl.num_iterations)
     _check_enough(run, committed, "committed iterations", rl.num_iterations)
     return source
 

@@ -28,9 +28,11 @@ from rlpipe.store.artifacts import PRUNED, is_pruned, new_attempt
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import RunHeld
 from rlpipe.store.local_copy import fetch, local_folder
+from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
+from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import delete, wait_until_pruned
-from rlpipe.store.run import BEFORE_SFT, Run, open_existing
+from rlpipe.store.run import BEFORE_SFT, Run
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +140,11 @@ def put_back(store: Store, folder: str, manifest: Manifest, source: Path) -> Non
 def committed_version(run: Run, version: int | None) -> int:
     """The weight version that is asked for, or the newest one;
     UserError when it is not committed."""
-    if not run.has_base:
+    progress = Progress(run)
+    if not progress.has_base:
         raise UserError(f"run {run.name} has no policy yet: `rlpipe run ... --run {run.name}` makes one")
-    oldest = BEFORE_SFT if run.num_segments else 0
-    newest = run.num_iterations if run.sft_complete else oldest
+    oldest = BEFORE_SFT if run.config.sft.num_segments else 0
+    newest = progress.num_iterations if progress.sft_complete else oldest
     if version is not None and not oldest <= version <= newest:
         raise UserError(f"version {version} of run {run.name} is not committed: there are {oldest} to {newest}")
     return newest if version is None else version

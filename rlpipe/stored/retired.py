@@ -13,6 +13,7 @@ from rlpipe.stages.generation import shard_places
 from rlpipe.store.artifacts import MANIFEST, read_artifact, read_records
 from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.lease import fenced
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import had_steps
 
@@ -29,7 +30,7 @@ def withdraw_steps(run: Run) -> list[str]:
     """
     if not had_steps(run.store, run.name):
         return []
-    root = f"{run.root}/rl/{run.num_iterations:05d}"
+    root = f"{run.root}/rl/{Progress(run).num_iterations:05d}"
     committed = [key.removesuffix(f"/{MANIFEST}") for key in run.store.list(root) if key.endswith(f"/{MANIFEST}")]
     stages = [folder.removeprefix(f"{root}/") for folder in committed]
     steps = [stage for stage in stages if stage.startswith("steps/")]

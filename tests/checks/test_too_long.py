@@ -21,7 +21,7 @@ from rlpipe.records.rollout import Conversation
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.sft import prepare_sft_data
 from rlpipe.store.artifacts import read_records
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.declared import stage_settings
 from tests.paths import PRESETS
 

@@ -11,7 +11,7 @@ import pytest
 from rlpipe.base.errors import UserError
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.paths import ROOT
 
 PRESETS = ROOT / "flows" / "presets"

@@ -27,7 +27,7 @@ from rlpipe.config.pipeline import RETIRED, STORED, PipelineConfig, from_stored,
 from rlpipe.config.source import change_config, check, override_config, read_config
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.forks import differences
-from rlpipe.store.run import create_or_continue, find_run, open_existing
+from rlpipe.store.opening import create_or_continue, find_run, open_existing
 from tests.declared import RL_KINDS, stage_settings
 from tests.paths import ROOT
 

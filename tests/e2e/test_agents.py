@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rlpipe.base.values import JsonDict
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.deadlines import PATIENCE, PIPELINE_S, until
 from tests.paths import ROOT
 from tests.pipeline import Folder, descendants, kill_group

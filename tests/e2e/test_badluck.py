@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.processes.launch import free_port
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.deadlines import SHORT_S
 from tests.pipeline import MINI, Folder, read_record
 

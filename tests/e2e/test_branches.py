@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.batches import read_rl_batch
 from tests.e2e.test_agents import SHARD, SMALL, folder_of, kill_after_replies
 from tests.pipeline import Folder, kill_group

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import dependencies, stored_policy
-from rlpipe.store.run import open_existing
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e

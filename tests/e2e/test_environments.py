@@ -15,7 +15,8 @@ import pytest
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.extras.environments.calculator import Calculator
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.deadlines import PIPELINE_S
 from tests.engine_fixtures import reference_logprobs
 from tests.pipeline import Folder, descendants, kill_group

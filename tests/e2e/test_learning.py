@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.conftest import S3Server
 from tests.pipeline import Folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlpipe.models.whole import whole_policy
 from rlpipe.store.adapter_files import ADAPTER_WEIGHTS
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.deadlines import PIPELINE_S
 from tests.pipeline import MINI, Folder, descendants, kill_group
 

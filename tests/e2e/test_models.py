@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from rlpipe.trainer.packing import TrainSequence
 from tests.batches import read_conversations
 from tests.pipeline import MINI, Folder

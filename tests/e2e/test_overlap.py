@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.pipeline import MINI, Folder, descendants, kill_group, read_record
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rlpipe.base.values import JsonDict
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.pipeline import MINI, Folder, kill_group, read_record
 from tests.rows import BATCH, CARRIED, grouped, read_rows
 

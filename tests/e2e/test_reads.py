@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 from tests.pipeline import MINI, Folder, Undisturbed
 from tests.s3_world import S3Proxy, S3Server
 
@@ -34,5 +35,5 @@ def test_a_node_downloads_no_data_file_and_ends_with_the_same_bits(
     assert folder.final_sha256("a", ITERATIONS) == undisturbed.sha256()
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0
     run = open_existing(open_store(folder.store), "a")
-    assert run.num_iterations == ITERATIONS
+    assert Progress(run).num_iterations == ITERATIONS
     assert not list(tmp_path.glob(".rlpipe/*/cache")), "it goes with the run"

@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.store.artifacts import is_pruned
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from rlpipe.base.values import JsonDict
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder
 from tests.postgres_world import INSTALLED, running_postgres
@@ -89,7 +90,7 @@ def test_every_night_is_a_run_of_its_own_and_trains(stands: Stands) -> None:
         assert all(re.fullmatch(r"nightly-\d{4}-\d\d-\d\d-\d{4}-[0-9a-f]{6}", name) for name in names), names
         for name in names:
             run = open_existing(folder.open_store(), name)
-            assert run.num_committed("rl", 1) == 1 and run.config.budget.wall_clock_h == 6
+            assert Progress(run).num_committed("rl", 1) == 1 and run.config.budget.wall_clock_h == 6
 
 
 def test_a_run_with_nothing_to_do_says_so(stands: Stands) -> None:

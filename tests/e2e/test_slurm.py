@@ -13,7 +13,7 @@ import pytest
 
 from rlpipe.services.registration import ENGINES, TRAINER, Registration, ServiceRecord
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests import slurm_world
 from tests.compose_world import ROOT
 from tests.deadlines import PIPELINE_S, until

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.paths import ROOT
 from tests.pipeline import BIN, Folder

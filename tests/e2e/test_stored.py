@@ -16,7 +16,7 @@ import pytest
 from rlpipe.checks.plan import ModelSizes
 from rlpipe.checks.plan_cost import disk_of
 from rlpipe.store.artifacts import find
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from rlpipe.stored.redo import stored_rounds
 from tests.paths import ROOT
 from tests.pipeline import MINI, Folder, kill_group, read_record

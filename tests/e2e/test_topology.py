@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.deadlines import PIPELINE_S
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 

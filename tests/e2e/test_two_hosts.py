@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
@@ -75,7 +76,7 @@ def data(run: Run) -> dict[str, str]:
     """The sha256 of each file of data that manifests name, of the policies those of the SFT: others
     may be stored as differences."""
     found = {}
-    for segment in range(run.num_segments):
+    for segment in range(run.config.sft.num_segments):
         for file in run.committed("sft", segment, "policy")[1].files:
             found[f"sft/{segment}/{file.plain_name}"] = file.sha256
     for iteration in range(NUM_ITERATIONS):

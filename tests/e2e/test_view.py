@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 
 from rlpipe.extras.view.groups import iteration_groups
 from rlpipe.extras.view.library import Library
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.browser import CHROMIUM, Browser, browser
 from tests.deadlines import DEADLINE_S
 from tests.pipeline import BIN, Undisturbed, kill_group

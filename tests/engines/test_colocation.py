@@ -31,7 +31,7 @@ from rlpipe.processes.gpus import gpu_gib
 from rlpipe.services.calls import new_session
 from rlpipe.store.limits import gpus_held
 from rlpipe.store.nearby import Nearby
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.deadlines import DEADLINE_S, until_async
 from tests.paths import PRESETS
 from tests.slow_engine import SlowEngine, slow_pool, wanted

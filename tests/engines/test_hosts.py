@@ -25,7 +25,8 @@ from rlpipe.engines.remote import RemoteHost
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer, nobody_starts
 from rlpipe.services.registration import ENGINES, KEY_VARIABLE, own_address, registered
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_world import World, config, probe, requests, tokens, versions, world
 from tests.engines.test_pool import check_whole

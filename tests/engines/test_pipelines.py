@@ -19,7 +19,9 @@ from rlpipe.data.new_tokenizer import END, PAD, build_tokenizer
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from tests.deadlines import PIPELINE_S
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import KINDS, SAMPLERS
@@ -104,7 +106,7 @@ def test_an_adapter_is_loaded_beside_its_base_and_proved(folder: Folder, base: P
     lora = ["model.adapter=lora", "model.adapter_rank=4", "sft.num_steps=0", "rl.num_iterations=2", "engines.count=1"]
     folder.complete("a", *SETS, *KINDS[ENGINE_KIND], f"model.path={base}", *lora)
     run = open_existing(folder.open_store(), "a")
-    assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in run.iterations(2)] == [True, True]
+    assert [record.metrics["train/mismatch_abs_mean"] < 1e-4 for record in Progress(run).iterations(2)] == [True, True]
     assert (
         run.policy(2)[1].file("adapter_model.safetensors").bytes
         < 0.1 * run.policy(0)[1].file("model.safetensors").bytes

@@ -36,7 +36,7 @@ from rlpipe.rewards.process import RewardLost
 from rlpipe.store import patience
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.lease import RunHeld
-from rlpipe.store.run import OtherSettings, create_or_continue
+from rlpipe.store.opening import OtherSettings, create_or_continue
 from rlpipe.trainer.client import TrainerLost
 from tests.paths import ROOT
 

@@ -18,7 +18,8 @@ from rlpipe.report.show import iteration_lines, run_lines, show_lines
 from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import SEAL, sealed
-from rlpipe.store.run import create_or_continue, fork, open_existing
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.progress import Progress
 from tests.report.test_show import commit_rows
 from tests.rows import BATCH, PROMPTS, fill, to_parquet
 from tests.store.test_run import commit_sft, commit_stage, record_of, tiny
@@ -244,7 +245,7 @@ def readers(store: Store) -> dict[str, Callable[[], Any]]:
 
     def resume() -> None:
         run = create_or_continue(tiny(store, "rl.num_iterations=5"))
-        run.iterations(count := run.num_committed("rl", 5))
+        Progress(run).iterations(count := Progress(run).num_committed("rl", 5))
         run.policy(count)
         lease.acquire(store, run.root).release()
 

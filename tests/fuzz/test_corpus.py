@@ -38,7 +38,7 @@ from rlpipe.extras.local_engine.server import Routes
 from rlpipe.rewards.http import HttpScorer, RewardService
 from rlpipe.store import audit
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from rlpipe.trainer.jobs import check_place, job_of
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, PIPELINE_S

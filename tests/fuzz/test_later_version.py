@@ -22,7 +22,7 @@ from rlpipe.extras.view.server import view_app
 from rlpipe.store import lease
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import SEAL, LaterVersion, parse_document
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from rlpipe.store.run_record import ForkRecord, StartRecord, record_start
 from tests.extras.view.test_view import whole_store
 from tests.fuzz.test_view_types import reseal

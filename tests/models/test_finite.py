@@ -18,7 +18,7 @@ from rlpipe.models.finite import PIECE_BYTES, not_finite
 from rlpipe.models.small import small_config, small_model
 from rlpipe.store.adapter_files import ADAPTER_WEIGHTS, PREFIX
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from rlpipe.trainer.model import adapter_rows
 from tests import trainer_world as world
 from tests.deltas_world import save as save_policy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.store.run import open_existing
+from rlpipe.store.opening import open_existing
 from tests.paths import ROOT
 from tests.pipeline import Folder
 

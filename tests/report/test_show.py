@@ -39,7 +39,8 @@ from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import SEAL
 from rlpipe.store.limits import UNTRAINED
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import record_start, start_key
 from tests.deadlines import DEADLINE_S
 from tests.rows import BATCH, PROMPTS, fill, to_parquet

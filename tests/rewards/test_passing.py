@@ -15,7 +15,7 @@ from rlpipe.config.source import check, read_config
 from rlpipe.report.show import parameter_text
 from rlpipe.rewards.pool import check_rewards, score
 from rlpipe.rewards.score import combined, score_of
-from rlpipe.store.run import create_or_continue, open_existing
+from rlpipe.store.opening import create_or_continue, open_existing
 from tests.paths import PRESETS
 
 

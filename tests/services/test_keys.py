@@ -39,7 +39,8 @@ from rlpipe.services.registration import (
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import sealed
 from rlpipe.store.nearby import Nearby, NodeDisk
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import RegisteredTrainer, TrainerService
 from tests.paths import PRESETS

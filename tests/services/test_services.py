@@ -46,7 +46,8 @@ from rlpipe.services.registration import (
 )
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from rlpipe.trainer import process as process_module
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.process import (

@@ -31,7 +31,7 @@ from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.audit import unreferenced
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.agent_world import tokenizer_in
 from tests.deadlines import until_async
 from tests.paths import PRESETS

@@ -25,7 +25,7 @@ from rlpipe.rewards.pool import check_rewards
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.model_source import HUB_COPIES, HUB_FILES, model_folder
 from rlpipe.store.artifacts import file_sha256
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.fuzz.models import change, make_folder
 from tests.paths import PRESETS
 

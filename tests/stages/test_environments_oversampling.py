@@ -22,7 +22,7 @@ from rlpipe.extras.environments.protocol import Step
 from rlpipe.extras.environments.turns import Turns, policy_turns
 from rlpipe.records.rollout import EnvironmentOutcome
 from rlpipe.stages.sampling import check_carried
-from rlpipe.store.run import planned_fork
+from rlpipe.store.opening import planned_fork
 from tests.rows import BATCH, CARRIED
 from tests.rows import rollout as rollout_of
 from tests.stages.test_oversampling import ONE_SHARD, PlayedPool, PlayedTokenizer, World

@@ -26,7 +26,8 @@ from rlpipe.rewards.registry import check_names
 from rlpipe.stages.evaluation import evaluate
 from rlpipe.stages.generation import generate
 from rlpipe.store.artifacts import commit, read_records
-from rlpipe.store.run import BEFORE_SFT, Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import BEFORE_SFT, Run
 from tests.paths import PRESETS
 
 OWN = [

@@ -38,7 +38,8 @@ from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import known_scores, over_rounds, score
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.audit import verify
-from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
+from rlpipe.store.opening import create_or_continue, fork, planned_fork
+from rlpipe.store.run import Run
 from tests.deadlines import DEADLINE_S, until_async
 from tests.paths import PRESETS
 from tests.rows import BATCH, CARRIED, ROLLOUTS, SCORES, finished, grouped, prompt_record, read_rows, rollout, spans_of

@@ -23,7 +23,9 @@ from rlpipe.stages import model_source
 from rlpipe.stages.base import base_reference, check_vocabulary
 from rlpipe.stages.training import other_reference, rl_job
 from rlpipe.store.artifacts import commit, write_bytes
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from tests.paths import PRESETS
 from tests.store.test_run import commit_iterations
 
@@ -88,11 +90,11 @@ async def test_a_reference_is_copied_once_whatever_becomes_of_its_folder(
 ) -> None:
     monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
     run = made(with_kl(tmp_path, folder_of(tmp_path)))
-    assert not run.starts_rl
+    assert not Progress(run).starts_rl
     first = await prepared(run, tmp_path)
     folder_of(tmp_path, b"another")
     again = await prepared(run, tmp_path)
-    assert (again.ref, again.cached) == (first.ref, True) and run.starts_rl
+    assert (again.ref, again.cached) == (first.ref, True) and Progress(run).starts_rl
     assert run.committed("base", 0, "reference")[1].file("model.safetensors").bytes == len(b"first")
     assert rl_job(run, 0, first.ref).reference == other_reference(run, 0) == first.ref
 
@@ -125,7 +127,7 @@ async def test_a_fork_has_its_parent_s_reference_or_its_own_and_replays_with_the
     assert other_reference(same, 0) == other_reference(same, 1) == own
     made(config(tmp_path, "run=newer"))
     other = fork(parent, 0, override_config(parent.config, ["run=c", "rl.reference=run:newer"]))
-    assert not other.has_reference
+    assert not Progress(other).has_reference
     newer = (await prepared(other, tmp_path)).ref
     assert newer.folder == "runs/c/base/reference" and (other_reference(other, 0), other_reference(other, 1)) == (
         own,

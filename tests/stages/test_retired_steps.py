@@ -23,7 +23,7 @@ from rlpipe.stages.generation import generate, num_shards
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score
 from rlpipe.store import run_record
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from rlpipe.stored.retired import withdraw_steps
 from tests.rows import BATCH, SCORES
 from tests.stages.test_oversampling import POLICY, PlayedPool, PlayedRewards, World

@@ -17,7 +17,7 @@ from rlpipe.records.rollout import Rollout
 from rlpipe.records.turns import turns_of
 from rlpipe.rewards.score import Score, facts_of
 from rlpipe.stages.scoring import score_key, score_rollouts
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.deadlines import DEADLINE_S
 from tests.paths import PRESETS
 from tests.rows import rollout

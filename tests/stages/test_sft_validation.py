@@ -37,7 +37,9 @@ from rlpipe.stages.sft import (
 )
 from rlpipe.store.artifacts import commit
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 from tests.paths import PRESETS
@@ -183,7 +185,7 @@ VALIDATED = ("sft.validation_fraction=0.2", "sft.patience=2")
 
 
 async def selected(run: Run, tmp_path: Path) -> StageResult:
-    done = run.num_committed("sft", run.num_segments)
+    done = Progress(run).num_done("sft")
     session = Session(run, tmp_path / "work")
     return await select_segment(session, last=previous_policy(run, done), num_segments=done)
 
@@ -191,32 +193,32 @@ async def selected(run: Run, tmp_path: Path) -> StageResult:
 async def test_the_best_segment_is_what_rl_starts_from_and_the_choice_is_made_once(tmp_path: Path) -> None:
     run = create_or_continue(config(tmp_path, *VALIDATED))
     commit_segments(run, [3.0, 2.0])
-    assert (run.sft_complete, evaluations(run, 0)) == (False, [])
+    assert (Progress(run).sft_complete, evaluations(run, 0)) == (False, [])
     with pytest.raises(AssertionError, match="SFT is not over"):
         await selected(run, tmp_path)
     commit_segments(run, [3.0, 2.0, 2.0, 2.5])  # out of patience, and the process dies right here
-    assert out_of_patience(run.config.sft, validation_losses(run, run.num_committed("sft", run.num_segments)))
+    assert out_of_patience(run.config.sft, validation_losses(run, Progress(run).num_done("sft")))
     first = await selected(run, tmp_path)
     again = await selected(run, tmp_path)
     assert (again.cached, again.ref) == (True, first.ref)
     assert first.metrics == {"segment": 1, "num_segments": 4, "losses": [3.0, 2.0, 2.0, 2.5]}
     assert first.ref.folder == "runs/a/sft/selection"
-    assert run.sft_complete
+    assert Progress(run).sft_complete
     assert run.policy(0) == run.committed("sft", 1, "policy")
     assert run.policy_place(0) == ("sft", 1)
     assert "SFT segments 4/4" in run_lines(run.store)[0]
     run.store.create(run.iteration_key(0), canonical_json({"artifacts": {}, "metrics": {}}))
     child = fork(run, 0, override_config(run.config, ["run=c", "rl.clip_high=0.4"]))
-    assert child.sft_complete
+    assert Progress(child).sft_complete
     assert child.policy(0) == run.policy(0)
 
 
 def test_without_validation_the_last_segment_is_the_result(tmp_path: Path) -> None:
     run = create_or_continue(config(tmp_path))
     commit_segments(run, [1.0] * 5)
-    assert not run.sft_complete
+    assert not Progress(run).sft_complete
     commit_segments(run, [1.0] * 6)
-    assert run.sft_complete
+    assert Progress(run).sft_complete
     assert run.sft_result() == (5, 6)
     assert validation_losses(run, 6) == []
     assert not run.store.exists("runs/a/sft/selection/manifest.json")

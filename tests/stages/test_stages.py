@@ -26,7 +26,8 @@ from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
 from rlpipe.stages.training import position, rl_job, sft_job
 from rlpipe.store.artifacts import write_bytes
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from rlpipe.trainer.jobs import ANY_JOB, RlJob, SftJob, job_of
 from tests.declared import RL_KINDS, stage_settings
 from tests.paths import PRESETS

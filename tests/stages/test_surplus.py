@@ -15,7 +15,7 @@ from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest, OnGroup
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.scoring import score
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from rlpipe.stored import importing
 from rlpipe.stored.importing import import_prompts, import_rollouts
 from tests.rows import BATCH, CARRIED

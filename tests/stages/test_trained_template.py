@@ -21,7 +21,7 @@ from rlpipe.stages.model_source import source_of, write_trained_template
 from rlpipe.stages.policy import checkpoint, train
 from rlpipe.store import audit
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from rlpipe.stored.remaking import export_policy
 from tests.data.test_chat import CHATML
 from tests.data.test_chat_templates import make_with

@@ -43,7 +43,7 @@ from rlpipe.stages.generation import generate, round_at_work
 from rlpipe.stages.rollouts import environment_metrics
 from rlpipe.stages.sampling import sample_prompts
 from rlpipe.stages.scoring import score, score_rollouts
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.deadlines import SHORT_S, until_async
 from tests.paths import PRESETS
 from tests.rows import PROMPTS, ROLLOUTS, SCORES, grouped, read_rows, rollout

@@ -24,7 +24,9 @@ from rlpipe.store.documents import sealed
 from rlpipe.store.holder import Holder
 from rlpipe.store.lease import TakenOver, acquire
 from rlpipe.store.nearby import NodeDisk
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
 from tests.deadlines import DEADLINE_S
 from tests.store.test_run import record_of, tiny
 
@@ -72,7 +74,7 @@ async def test_what_is_published_is_answered_and_is_committed_in_order_once_it_i
     await asyncio.sleep(0.05)
     assert run.policy(1) == (policy, manifest())
     assert run.iteration(0) == record(run)
-    assert run.num_committed("rl", 5) == 0
+    assert Progress(run).num_committed("rl", 5) == 0
     assert commits.is_uncommitted(policy)
     assert (near := commits.nearby(policy)) is not None and near.folder == FOLDER
     assert commits.nearby(state) is None
@@ -81,7 +83,7 @@ async def test_what_is_published_is_answered_and_is_committed_in_order_once_it_i
     await commits.all_committed()
     assert order == [[True, True, True]]
     assert find(run.store, FOLDER) == (policy, manifest())
-    assert run.num_committed("rl", 5) == 1
+    assert Progress(run).num_committed("rl", 5) == 1
     assert not run.uncommitted.artifacts and not run.uncommitted.records
     assert not commits.is_uncommitted(policy)
 

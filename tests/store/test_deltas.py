@@ -26,8 +26,9 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.deltas import DELTA, Delta, DeltaFile, rebuild, write_difference
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
+from rlpipe.store.opening import create_or_continue, fork
 from rlpipe.store.policy_files import dependencies, stored_policy
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.run import Run
 from rlpipe.trainer.ranks import Ranks
 from tests import trainer_world
 from tests.deltas_world import Files, changed, read_folder, save, write

@@ -34,9 +34,11 @@ from rlpipe.store.commits import commit_record
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.holder import PID_MAX, Holder
 from rlpipe.store.lease import TakenOver, acquire
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import wait_until_pruned
 from rlpipe.store.retention import Retention
-from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import create_record
 from rlpipe.stored.remaking import put_back
 from tests.deadlines import DEADLINE_S
@@ -55,7 +57,7 @@ def content(name: str, iteration: int) -> bytes:
 
 def commit_next(run: Run) -> None:
     """What an iteration commits: files, their manifest, the record."""
-    iteration, held = run.num_iterations, run.lease
+    iteration, held = Progress(run).num_iterations, run.lease
     number = held.number if held else None
     folder, attempt = run.folder("rl", iteration, "policy"), new_attempt(held)
     files = [write_bytes(run.store, folder, attempt, name, content(name, iteration)) for name in FILES]
@@ -71,7 +73,9 @@ def commit_next(run: Run) -> None:
 
 def begin_one(run: Run) -> None:
     """An attempt whose holder has yet to commit it, or never does."""
-    write_bytes(run.store, run.folder("rl", run.num_iterations, "policy"), new_attempt(run.lease), FILES[0], b"begun")
+    write_bytes(
+        run.store, run.folder("rl", Progress(run).num_iterations, "policy"), new_attempt(run.lease), FILES[0], b"begun"
+    )
 
 
 def prune(run: Run) -> None:
@@ -112,7 +116,7 @@ def forker_of(iteration: int) -> Callable[[Store], object]:
 
     def act(store: Store) -> None:
         parent = open_existing(store, "a")
-        if iteration >= parent.num_iterations:
+        if iteration >= Progress(parent).num_iterations:
             return
         fork(parent, iteration, override_config(parent.config, [f"run=fork-{iteration}"]))
         folder = parent.folder("rl", iteration, "policy")

@@ -29,7 +29,7 @@ from rlpipe.store.limits import (
     reason_to_stop,
     untrained,
 )
-from rlpipe.store.run import create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
 from tests.declared import stage_settings
 from tests.paths import PRESETS
 

@@ -15,8 +15,9 @@ from rlpipe.store.artifacts import commit, write_bytes
 from rlpipe.store.backend import open_store
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, Delta, DeltaFile
 from rlpipe.store.documents import sealed
+from rlpipe.store.opening import create_or_continue
 from rlpipe.store.policy_files import base_of, dependencies, stored_policy
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.run import Run
 from tests.store.test_run import tiny
 
 MOMENT = "2026-03-04T05:06:07.000+00:00"

@@ -15,7 +15,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import create_or_continue, fork, open_existing
+from rlpipe.store.opening import create_or_continue, fork, open_existing
 from rlpipe.store.run_record import ConfigRefused, last_started, record_start, start_key
 from tests.config.test_stored import stored_run
 from tests.paths import PRESETS

@@ -27,9 +27,11 @@ from rlpipe.store.artifacts import PRUNED, commit, is_pruned, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import read_pruned, wait_until_pruned
 from rlpipe.store.retention import Forks, Pins, Retention, kept_states, kept_versions
-from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
 from rlpipe.stored.remaking import committed_version, export_policy, pruned_versions
 from tests.store.test_run import PRESETS, tiny
@@ -88,7 +90,7 @@ def there(run: Run, stage: str = "policy") -> list[int]:
     without have none, and say so."""
     listed = set(run.store.list(run.root))
     whole = []
-    for iteration in run.own_iterations():
+    for iteration in Progress(run).own_iterations():
         folder = f"{run.root}/rl/{iteration:05d}/{stage}"
         if f"{folder}/manifest.json" not in listed:
             continue

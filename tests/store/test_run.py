@@ -23,8 +23,10 @@ from rlpipe.store import audit, holder, lease
 from rlpipe.store.artifacts import MANIFEST, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
-from rlpipe.store.forks import AT_SFT, differences, fixed_differences
-from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.forks import differences, fixed_differences, forked_from
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import AT_SFT, Run
 from rlpipe.store.run_record import SHARED_BY_REDO, run_names
 from tests.deadlines import DEADLINE_S, SHORT_S
 from tests.paths import PRESETS
@@ -141,7 +143,7 @@ def test_the_newest_commit_is_found_with_a_logarithm_of_look_ups(
     exists = run.store.exists
     run.store.exists = lambda key: looked.append(key) or exists(key)  # type: ignore[method-assign,func-returns-value]
     total = count + beyond
-    assert run.num_committed("rl", total) == count
+    assert Progress(run).num_committed("rl", total) == count
     assert len(looked) <= max(1, total).bit_length() + 1
 
 
@@ -149,14 +151,14 @@ def test_a_fork_shares_its_prefix_and_owns_the_rest(store: Store) -> None:
     parent = create_or_continue(tiny(store))
     commit_iterations(parent, 4)
     child = fork(parent, 2, override_config(parent.config, ["run=c", "rl.clip_high=0.4"]))
-    assert child.num_committed("rl", 60) == 3
+    assert Progress(child).num_committed("rl", 60) == 3
     assert child.folder("rl", 2, "policy") == "runs/a/rl/00002/policy"
     assert child.folder("rl", 3, "policy") == "runs/c/rl/00003/policy"
     assert child.folder("sft", 0, "policy") == "runs/a/sft/00000/policy"
     assert child.owner("rl", 2).config.rl.clip_high == 0.28
     commit_iterations(child, 5, first=3)
     again = open_existing(store, "c")
-    assert again.num_committed("rl", 60) == 5
+    assert Progress(again).num_committed("rl", 60) == 5
     assert audit.verify(again) == (6, [])
     grandchild = fork(again, 4, override_config(again.config, ["run=d"]))
     assert grandchild.folder("rl", 1, "policy") == "runs/a/rl/00001/policy"
@@ -193,7 +195,7 @@ def test_of_forks_of_forks_the_owner_is_the_youngest_that_did_not_share_the_stag
 
 def commit_sft(run: Run) -> None:
     """All segments with their states, and the evaluation of the last one."""
-    segments = range(run.num_segments)
+    segments = range(run.config.sft.num_segments)
     places = [
         ("base", 0, "policy"),
         *(("sft", segment, stage) for segment in segments for stage in ("state", "policy")),
@@ -221,7 +223,7 @@ def test_a_fork_at_sft_shares_no_iteration_and_evaluates_the_start_itself(store:
     ):
         fork(parent, 0, other)
     child = fork(parent, AT_SFT, other)
-    assert child.sft_complete and child.num_committed("rl", 60) == 0
+    assert Progress(child).sft_complete and Progress(child).num_committed("rl", 60) == 0
     assert child.policy(0)[0].folder == "runs/a/sft/00002/policy"
     assert child.folder("sft", 2, "evaluation") == "runs/c/sft/00002/evaluation"
     commit_iterations(child, 2)
@@ -230,12 +232,12 @@ def test_a_fork_at_sft_shares_no_iteration_and_evaluates_the_start_itself(store:
         "c/sft/00002/evaluation/manifest.json is missing"
     ]
     commit_places(child, [("sft", 2, "evaluation")])
-    assert again.num_committed("rl", 60) == 2
+    assert Progress(again).num_committed("rl", 60) == 2
     grandchild = fork(again, 1, override_config(again.config, ["run=d"]))
     assert grandchild.folder("sft", 2, "evaluation") == "runs/c/sft/00002/evaluation"
     assert grandchild.folder("sft", 2, "policy") == "runs/a/sft/00002/policy"
     assert audit.verify(grandchild) == (11, [])
-    assert again.forked_from == "a at sft" and grandchild.forked_from == "c at 1"
+    assert forked_from(again) == "a at sft" and forked_from(grandchild) == "c at 1"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_a_redo_shares_what_comes_before_the_stage_and_survives_a_second_fork(st
     commit_iterations(parent, 4)
     asked = override_config(parent.config, ["run=c", "rl.clip_high=0.4"])
     child = fork(parent, 2, asked, "filter")
-    assert child.num_committed("rl", 60) == 2
+    assert Progress(child).num_committed("rl", 60) == 2
     assert child.redoes(2)
     assert not child.redoes(3)
     assert child.folder("rl", 1, "policy") == "runs/a/rl/00001/policy"
@@ -297,7 +299,7 @@ def test_a_redo_shares_what_comes_before_the_stage_and_survives_a_second_fork(st
     assert child.folder("rl", 3, "prompts/round-0") == "runs/c/rl/00003/prompts/round-0"
     commit_iterations(child, 4, first=2)
     assert audit.verify(open_existing(store, "c")) == (6, [])
-    assert fork(parent, 2, asked, "filter").num_committed("rl", 60) == 4  # the same again continues it
+    assert Progress(fork(parent, 2, asked, "filter")).num_committed("rl", 60) == 4  # the same again continues it
     for other in ("", "score"):
         with pytest.raises(UserError, match="that run exists"):
             fork(parent, 2, asked, other)

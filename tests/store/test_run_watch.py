@@ -21,7 +21,7 @@ from rlpipe.services.run_watch import RunWatch
 from rlpipe.store import lease
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.lease import STALE_S, acquire, announce, pulse, withdraw
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.deadlines import DEADLINE_S, until
 from tests.paths import PRESETS
 

@@ -20,7 +20,7 @@ from rlpipe.base.manifests import Manifest
 from rlpipe.config.source import read_config
 from rlpipe.store import artifacts, local_copy
 from rlpipe.store.backend import Store, check_access, check_readable, open_store
-from rlpipe.store.run import create_or_continue
+from rlpipe.store.opening import create_or_continue
 from tests.deadlines import DEADLINE_S
 from tests.paths import PRESETS, ROOT
 

@@ -24,7 +24,8 @@ from rlpipe.stages.scoring import score
 from rlpipe.store.artifacts import commit, read_manifest, write_bytes
 from rlpipe.store.audit import verify
 from rlpipe.store.backend import open_store
-from rlpipe.store.run import Run, create_or_continue, fork, planned_fork
+from rlpipe.store.opening import create_or_continue, fork, planned_fork
+from rlpipe.store.run import Run
 from rlpipe.store.run_record import run_names
 from rlpipe.stored import importing
 from rlpipe.stored.importing import import_prompts, import_rollouts

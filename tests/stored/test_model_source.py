@@ -22,7 +22,8 @@ from rlpipe.stages.model_source import place_of_model, source_of, with_trained_t
 from rlpipe.store import outside
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.run import Run
 from rlpipe.store.transfer import PART_BYTES
 from rlpipe.stored.remaking import export_policy, restore_policy
 from tests.deltas_world import read_folder

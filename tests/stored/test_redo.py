@@ -9,7 +9,8 @@ import pytest
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import canonical_json
 from rlpipe.config.source import override_config, read_config
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from rlpipe.stored.redo import changes, check_redo
 from tests.paths import PRESETS
 from tests.store.test_run import record_of

@@ -26,7 +26,8 @@ from rlpipe.store import audit
 from rlpipe.store.artifacts import commit, file_sha256, is_pruned, write_bytes
 from rlpipe.store.backend import open_store
 from rlpipe.store.local_copy import materialise
-from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.run import Run
 from rlpipe.stored.remaking import export_policy, pruned_versions, restore_policy
 from rlpipe.trainer.client import NotResident
 from rlpipe.trainer.jobs import LoadJob, SaveJob, TrainJob, check_place, job_of

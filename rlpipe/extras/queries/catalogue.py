@@ -20,7 +20,7 @@ from rlpipe.store.artifacts import MANIFEST, PRUNED, read_artifact
 from rlpipe.store.audit import stage_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document
-from rlpipe.store.run import ITERATION
+from rlpipe.store.progress import ITERATION
 from rlpipe.store.run_record import SHARED_BY_REDO, RunRecord, record_key
 
 READERS = 16  # documents that are read at the same time

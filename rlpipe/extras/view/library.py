@@ -25,7 +25,9 @@ from rlpipe.records.kinds import Int32, Text
 from rlpipe.report.curves import EVALUATION, evaluation_of, sft_points
 from rlpipe.store.as_files import file_system, path_of
 from rlpipe.store.backend import Store
-from rlpipe.store.run import BEFORE_SFT, Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import BEFORE_SFT, Run
 
 TABLES_BYTES_MAX = 256 << 20
 READERS = 16  # documents and files that are read at the same time
@@ -89,7 +91,7 @@ class Library:
 
         Records that were read before are not read again, unless the run was replaced meanwhile.
         """
-        count, known = run.num_iterations, self._records.get(run.name, [])
+        count, known = Progress(run).num_iterations, self._records.get(run.name, [])
         if len(known) > count or (known and run.record(len(known) - 1) != known[-1]):
             known = []
         with ThreadPoolExecutor(READERS, "reading") as threads:
@@ -108,12 +110,13 @@ class Library:
             for name in record.metrics.keys() - {f"{EVALUATION}{name}" for name in record.evaluation}:
                 curves[name].append((record.iteration, record.metrics[name]))
         evaluated = {record.weight_version: record.evaluation for record in records if record.evaluation}
-        beside = {*([BEFORE_SFT] if run.num_segments else []), 0, len(records)} - evaluated.keys()
+        beside = {*([BEFORE_SFT] if run.config.sft.num_segments else []), 0, len(records)} - evaluated.keys()
         evaluated |= {version: manifest.metrics for version in beside if (manifest := evaluation_of(run, version))}
         for version, metrics in sorted(evaluated.items()):
             for name, value in metrics.items():
                 curves[f"{EVALUATION}{name}"].append((version, value))
-        segments = run.sft_result()[1] if run.sft_complete else run.num_committed("sft", run.num_segments)
+        progress = Progress(run)
+        segments = run.sft_result()[1] if progress.sft_complete else progress.num_done("sft")
         with ThreadPoolExecutor(READERS, "reading") as threads:
             read = threads.map(lambda segment: sft_points(run, segment), range(segments))
             trained = [point for points in read for point in points]

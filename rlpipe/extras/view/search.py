@@ -20,6 +20,7 @@ from rlpipe.extras.view.groups import ShownRollout, evaluation_groups, scored_fi
 from rlpipe.extras.view.library import READERS, AskedInGroup, Library, rows_with
 from rlpipe.records.kinds import Int32, OptionalFloat, Text
 from rlpipe.report.curves import evaluated_versions
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 
 SECONDS_MAX = 4.0
@@ -67,7 +68,7 @@ class Looked(Generic[Result]):
 
 def newest_first(run: Run, start: int | None = None) -> list[tuple[Run, int]]:
     """The iterations of a run from `start` down to 0; without `start`, from the one in progress."""
-    newest = run.num_iterations
+    newest = Progress(run).num_iterations
     return [(run, iteration) for iteration in range(newest if start is None else min(start, newest), -1, -1)]
 
 

@@ -23,6 +23,7 @@ from rlpipe.records.rollout import SCORES, TRUNCATED, Rollout, TokenGaps, groupe
 from rlpipe.rewards.score import gives, label
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import differences
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 
 WINDOW = 8  # iterations on each side that are compared
@@ -38,12 +39,12 @@ class History:
     _groups: dict[int, list[ScoredGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.num_iterations = self.run.num_iterations
+        self.num_iterations = Progress(self.run).num_iterations
 
     @cached_property
     def metrics(self) -> list[Metrics]:
         """The metrics of each iteration."""
-        return [record.metrics for record in self.run.iterations(self.num_iterations)]
+        return [record.metrics for record in Progress(self.run).iterations(self.num_iterations)]
 
     def groups(self, iteration: int) -> list[ScoredGroup]:
         """The groups of all sampling rounds of an iteration, without unfinished ones."""

@@ -10,7 +10,8 @@ from rlpipe.extras.why.proof import fork_arguments, fork_name, proof_lines, prov
 from rlpipe.extras.why.second import parting, parts_ways, rescored, second_lines
 from rlpipe.extras.why.today import Today
 from rlpipe.extras.why.verdict import Verdict, judged, why_lines
-from rlpipe.store.run import Run, open_existing
+from rlpipe.store.opening import open_existing
+from rlpipe.store.run import Run
 
 Say = Callable[[list[str]], None]
 RunFork = Callable[[list[str]], int]

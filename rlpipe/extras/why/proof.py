@@ -11,8 +11,8 @@ import numpy as np
 from rlpipe.extras.why.suspects.finding import Finding, WhatIf
 from rlpipe.extras.why.verdict import Verdict
 from rlpipe.report.show import REWARD
-from rlpipe.store.forks import AT_SFT
-from rlpipe.store.run import Run
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import AT_SFT, Run
 
 
 def provable(verdict: Verdict) -> tuple[Finding, WhatIf] | None:
@@ -69,7 +69,7 @@ def proof_lines(verdict: Verdict) -> list[str]:
 
 def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:
     """The mean reward before and in the iterations of the fork, with the suspect and without it."""
-    around, count = verdict.around, fork.num_iterations
+    around, count = verdict.around, Progress(fork).num_iterations
     numbers = [number for number in around.metrics if around.at <= number < count]
     before = np.mean([metrics[REWARD] for number, metrics in around.metrics.items() if number < around.at])
     with_it = np.mean([around.metrics[number][REWARD] for number in numbers])

@@ -20,7 +20,8 @@ from rlpipe.extras.queries.queries import VIEWS, Queries
 from rlpipe.store.artifacts import PRUNED, commit, write_bytes
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import sealed
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.run import Run
 from tests.docs_blocks import ROOT
 from tests.rows import BATCH, GAPS, PROMPTS, ROLLOUTS, SCORES, fill, to_parquet
 from tests.store.test_run import record_of, tiny

@@ -32,7 +32,8 @@ from rlpipe.extras.view.tokens import shown_tokens, token_texts
 from rlpipe.report.show import iteration_lines, run_lines, trained_groups
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
-from rlpipe.store.run import Run, create_or_continue, fork, open_existing
+from rlpipe.store.opening import create_or_continue, fork, open_existing
+from rlpipe.store.run import Run
 from tests.extras.queries.test_queries import (
     commit_files,
     commit_sampled,

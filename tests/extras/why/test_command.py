@@ -19,7 +19,8 @@ from rlpipe.extras.why.verdict import candidates, judged
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
 from rlpipe.store.documents import sealed
-from rlpipe.store.run import Run, create_or_continue, fork
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.run import Run
 from tests.extras.why.test_why import broken
 from tests.store.test_run import PRESETS, record_of
 from tests.why_world import REWARDS, Planted, around, store

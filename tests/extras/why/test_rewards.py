@@ -23,7 +23,8 @@ from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout
 from rlpipe.rewards.registry import resolve
 from rlpipe.rewards.score import facts_of, label
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from tests.store.test_run import PRESETS
 from tests.why_world import LETTERS, After, Asked, Planted, around, rewarded, store
 

@@ -18,7 +18,8 @@ from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import Rollout, TokenGaps
-from rlpipe.store.run import Run, create_or_continue
+from rlpipe.store.opening import create_or_continue
+from rlpipe.store.run import Run
 from tests.extras.queries.test_queries import commit_files
 from tests.store.test_run import PRESETS
 from tests.why_world import HEAD, LETTERS, REWARDS, Asked, Planted, around

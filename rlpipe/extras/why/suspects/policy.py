@@ -16,7 +16,7 @@ from rlpipe.extras.why.around import Around
 from rlpipe.extras.why.changes import NO_SHIFT, Shift, shift
 from rlpipe.extras.why.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
 from rlpipe.report.curves import evaluation_of
-from rlpipe.store.forks import AT_SFT
+from rlpipe.store.run import AT_SFT
 
 FLOOR = 1e-9  # of a metric
 RATIO_MIN = 3.0  # a metric that grew by less is not named
