@@ -178,7 +178,8 @@ def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> 
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
         f"while not store.list({ROOT!r}): pass\n"
         "if not os.fork(): sys.exit()\n"
-        f"os.wait(); assert len(store.list('{ROOT}/lease')) == 1"
+        # not the file that the next heartbeat writes before it takes the place of the last
+        f"os.wait(); assert [key for key in store.list('{ROOT}/lease') if key.endswith('.json')]"
     )
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
     assert store.list(f"{ROOT}/lease") == []
@@ -201,7 +202,8 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
         f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
     )
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=False)
-    assert len(store.list(f"{ROOT}/lease")) == left and len(store.folders("runs")) == left, "with its folders"
+    beats = [key for key in store.list(f"{ROOT}/lease") if key.endswith(".json")]  # a kill may leave a .tmp beside
+    assert len(beats) == left and len(store.folders("runs")) == left, "with its folders"
 
 
 # waiting for a run to begin

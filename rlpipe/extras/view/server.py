@@ -39,6 +39,7 @@ from rlpipe.report.curves import reward_svg
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import LaterVersion
+from rlpipe.store.forks import forked_from
 
 VIEW_KEY_VARIABLE = "RLPIPE_VIEW_KEY"
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]  # as browsers name them
@@ -172,6 +173,7 @@ def templates() -> jinja2.Environment:
     )
     environment.filters |= {"number": number, "as_json": as_json, "svg": svg}
     environment.globals |= {"address": address, "static": static_address, "dropped_of": pages.dropped_of}
+    environment.globals["forked_from"] = forked_from
     environment.globals |= {"SHOWS": pages.SHOWS, "ORDERS": pages_rollouts.ORDERS, "COLOURS": pages_rollouts.COLOURS}
     return environment
 
