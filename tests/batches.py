@@ -1,5 +1,5 @@
-"""What the trainer reads of a batch and of conversations, without a trainer: the files that it maps
-are gone again, their pages stay. And the advantages of all its tokens."""
+"""What the trainer reads of a batch and of conversations, without trainer processes: the files that
+it maps are gone again, their pages stay. And the advantages of all its tokens."""
 
 from __future__ import annotations
 

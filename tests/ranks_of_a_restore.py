@@ -47,8 +47,8 @@ def worlds(whole: Ranks) -> dict[int, Ranks]:
     """The first ranks as trainers of their own; every rank takes part in making each."""
     made = {}
     for size in SIZES:
-        ranks = list(range(size))
-        mesh, control = DeviceMesh("cpu", ranks), dist.new_group(ranks, backend="gloo")
+        members = list(range(size))
+        mesh, control = DeviceMesh("cpu", members), dist.new_group(members, backend="gloo")
         made[size] = replace(whole, size=size, mesh=mesh, control=control)
     return made
 

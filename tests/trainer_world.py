@@ -25,7 +25,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.store.artifacts import commit, new_attempt, write_bytes
 from rlpipe.store.backend import Store
-from rlpipe.trainer.jobs import TrainerJob, job_of
+from rlpipe.trainer.jobs import AnyJob, job_of
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.ranks import Ranks, join_ranks
 from rlpipe.trainer.trainer import Trainer
@@ -158,7 +158,7 @@ def run(trainer: Trainer, kind: str, body: JsonDict) -> JsonDict:
     return do(trainer, job_of(kind, json.dumps(body).encode()))
 
 
-def do(trainer: Trainer, job: TrainerJob) -> JsonDict:
+def do(trainer: Trainer, job: AnyJob) -> JsonDict:
     """One job.
 
     A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py).

@@ -15,18 +15,18 @@ from rlpipe.base.errors import TrainerError
 from rlpipe.loop.session import Session
 from rlpipe.store.commits import Act
 from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
-from rlpipe.trainer.jobs import ANY_JOB, JobAnswer, LoadJob, RlJob, SaveJob, SftJob, TrainerJob
+from rlpipe.trainer.jobs import ANY_JOB, AnyJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
-KIND: dict[type[TrainerJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
+KIND: dict[type[AnyJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
 
 # restores the position that a job starts from in the trainer
 Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
-async def send(trainer: TrainerClient, job: TrainerJob, on_progress: OnProgress = None) -> JobAnswer:
+async def send(trainer: TrainerClient, job: AnyJob, on_progress: OnProgress = None) -> JobAnswer:
     """Sends one job to the trainer, whatever it holds; errors as of `TrainerClient.run`."""
     return await trainer.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
@@ -35,7 +35,7 @@ async def nothing() -> None: ...
 
 
 async def do_job(
-    session: Session, job: TrainerJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
+    session: Session, job: AnyJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
 ) -> JobAnswer:
     """Does one job on the trainer, and rebuilds the trainer first when it was lost or does not hold
     the position that the job starts from. TrainerError after ATTEMPTS_MAX tries.

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlpipe.base.errors import UserError
 from rlpipe.models.causal import other_windows
-from rlpipe.models.flex import FLEX, SHARED, choose_attention, supports_flex
+from rlpipe.models.flex import CONTEXT, FLEX, choose_attention, supports_flex
 
 SDPA = "sdpa"
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
@@ -163,12 +163,12 @@ def use_context_group(lm: Any, context: ContextGroup) -> None:
         )
     for layer in lm.modules():  # `attend` gets the layer as an argument
         layer._context = context
-    choose_attention(lm, SHARED + (SDPA if own == SDPA else FLEX))
+    choose_attention(lm, CONTEXT + (SDPA if own == SDPA else FLEX))
 
 
 def uses_context_group(lm: Any) -> bool:
     """True when the attention layers of `lm` use context parallelism."""
-    return lm.config.get_text_config()._attn_implementation.startswith(SHARED)
+    return lm.config.get_text_config()._attn_implementation.startswith(CONTEXT)
 
 
 class _Part:
@@ -250,4 +250,4 @@ class _Sum(torch.autograd.Function):
 
 
 for attention in (SDPA, FLEX):
-    AttentionInterface.register(SHARED + attention, functools.partial(attend, attention))
+    AttentionInterface.register(CONTEXT + attention, functools.partial(attend, attention))

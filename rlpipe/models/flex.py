@@ -25,7 +25,7 @@ from rlpipe.base.errors import UserError
 
 # for a name with flex_attention in it transformers checks that the family supports flex_attention
 FLEX = "rlpipe_flex_attention"
-SHARED = "rlpipe_shared_"  # prefix of the attention of a context-parallel group (context_parallel.py)
+CONTEXT = "rlpipe_context_"  # prefix of the attention of a context-parallel group (context_parallel.py)
 BLOCK = 128
 # there is a kernel for each of: one row or several, one block or several, with or without gradient;
 # for a policy, its reference and the tests at load
@@ -41,7 +41,7 @@ def use_flex(lm: Any) -> None:
         raise UserError(f"model config: {lm.config.model_type} does not support flex_attention")
     before = lm.config._attn_implementation
     lm._before_flex = before
-    choose_attention(lm, SHARED + FLEX if before.startswith(SHARED) else FLEX)
+    choose_attention(lm, CONTEXT + FLEX if before.startswith(CONTEXT) else FLEX)
 
 
 def supports_flex(lm: Any) -> bool:

@@ -150,7 +150,7 @@ def show_lines(run: Run) -> list[str]:
             f" {record.weight_version:7d}"
             + ("  pruned" if run.folder("rl", record.iteration, "policy") in pruned else "")
         )
-    if run.config.sft.validated and Progress(run).sft_complete:
+    if run.config.sft.validated and progress.sft_complete:
         segment, trained = run.sft_result()
         lines.append(
             f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from"

@@ -175,10 +175,11 @@ async def _check_answered(
     `keys`: all shards of the round.
 
     A shard in which the environment failed some rollouts and answered none waits until another
-    shard of its round reports a rollout that the environment answered. So each round whose shards
-    are all committed has a rollout that can be scored. UserError when the environment has answered
-    no rollout of the round. EngineError when the other shards do not end: none reports within
-    `rl.turns_max` times `engines.progress_timeout_s` after the last token of any engine.
+    shard of its round, with a rollout that the environment answered, is committed. So each
+    committed round has a rollout that can be scored, and while the environment works for no
+    rollout, none is committed. UserError when it has answered no rollout of the round. EngineError
+    when the other shards do not end: none reports within `rl.turns_max` times
+    `engines.progress_timeout_s` after the last token of any engine, or after the last report.
     """
     key, faults = keys[shard], Counter(rollout.environment.fault for rollout in rollouts if rollout.environment)
     sampling_round.answers[key] = _any_answered(rollouts)
@@ -190,27 +191,38 @@ async def _check_answered(
         key.stage,
         dict(faults),
     )
+    answers = sampling_round.answers
     for other in keys:  # an earlier process may have committed it
-        if other not in sampling_round.answers and session.run.artifact(*other):
-            groups = await asyncio.to_thread(committed_groups, session, other)
-            sampling_round.answers.setdefault(other, any(map(_any_answered, groups)))
+        if other not in answers and (groups := await asyncio.to_thread(committed_groups, session, other)):
+            answers.setdefault(other, any(map(_any_answered, groups)))
     patience_s = session.config.rl.turns_max * session.config.engines.progress_timeout_s
-    since, answers = time.monotonic(), sampling_round.answers
-    while not any(answers.values()):
+    since, num_answers = time.monotonic(), len(answers)
+    while not await _any_committed(session, [other for other, is_answered in answers.items() if is_answered]):
         session.check_open()
-        if len(answers) == len(keys):
+        if len(answers) == len(keys) and not any(answers.values()):
             raise UserError(
                 f"{session.config.rl.world} has answered no rollout of iteration {key.iteration} without a fault;"
                 f" {key.stage}: {faults.total()} of {len(rollouts)} rollouts had one ({dict(faults)}; the log says"
                 " which). These rollouts are not committed. Mend the environment or agent and start again: they are"
                 " sampled again"
             )
+        if len(answers) != num_answers:
+            since, num_answers = time.monotonic(), len(answers)
         if time.monotonic() > max(since, session.pool.heard_at) + patience_s:
             raise EngineError(
                 f"{key.stage}: the environment has failed in every rollout that it answered, and no other shard ended"
                 f" in {patience_s:g} s"
             )
         await asyncio.sleep(POLL_S)
+    session.check_open()
+
+
+async def _any_committed(session: Session, keys: list[tuple[str, int, str]]) -> bool:
+    """True when one of these shards is committed."""
+    for key in keys:
+        if await asyncio.to_thread(session.run.artifact, *key):
+            return True
+    return False
 
 
 def _any_answered(rollouts: Group) -> bool:

@@ -15,7 +15,9 @@ ITERATION = re.compile(r"(\d{5,6})/iteration\.json")
 
 @dataclass(frozen=True)
 class Progress:
-    """What of a run is committed. Every answer looks into the store, once or log2(total) times."""
+    """What of a run is committed, looked up in the store anew for every answer; a count takes
+    log2(total) look-ups.
+    """
 
     run: Run
 

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rlpipe.trainer.jobs import STATUS_LOST, STATUS_OK, AtPosition, OffloadJob, TrainerJob, TrainJob
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_OK, AnyJob, AtPosition, OffloadJob, TrainJob
 
 
 @dataclass(eq=False)
 class JobRecord:
     """A job on the board. `answer`: HTTP status and body, once it is done."""
 
-    job: TrainerJob
+    job: AnyJob
     answer: Future[tuple[int, dict[str, object]]] = field(default_factory=Future)
     progress: dict[str, int] = field(default_factory=lambda: {"done": 0, "total": 0})
 
@@ -49,7 +49,7 @@ class Board:
         self._lock = threading.Lock()
         self._worked = time.monotonic()  # time of the last submit, or of the end of the last job
 
-    def submit(self, job: TrainerJob) -> JobRecord:
+    def submit(self, job: AnyJob) -> JobRecord:
         """Returns the record of a job that runs, that is done and still valid, or that is new.
 
         JobRefused for any other job.

@@ -161,9 +161,9 @@ class SendJob:
     backend: Literal["gloo", "nccl"]
 
 
-TrainerJob = LoadJob | RlJob | SftJob | SaveJob | OfferJob | SendJob | OffloadJob
+AnyJob = LoadJob | RlJob | SftJob | SaveJob | OfferJob | SendJob | OffloadJob
 AtPosition = SaveJob | OfferJob | SendJob  # jobs that need a position, and do not change it
-ANY_JOB: TypeAdapter[TrainerJob] = TypeAdapter(TrainerJob)
+ANY_JOB: TypeAdapter[AnyJob] = TypeAdapter(AnyJob)
 JOBS: dict[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadJob),
     "train": TypeAdapter(Annotated[RlJob | SftJob, Field(discriminator="kind")]),
@@ -181,7 +181,7 @@ class _Attempt(TypedDict):
 _ATTEMPT = TypeAdapter(_Attempt)
 
 
-def job_of(kind: str, body: bytes) -> TrainerJob:
+def job_of(kind: str, body: bytes) -> AnyJob:
     """Parses the job of a request. UserError naming the field when the body is not JSON with
     exactly the job's fields.
     """
@@ -205,9 +205,9 @@ def attempt_of(body: bytes) -> str:
         raise UserError(f"upload: {error.errors(include_url=False)[0]['msg']:.{VALUE_CHARS_MAX}}") from error
 
 
-def check_place(job: TrainerJob, run: str) -> None:
+def check_place(job: AnyJob, run: str) -> None:
     """Raises UserError for a save whose folder is not a policy, state or gap folder of the run."""
-    assert run, "the trainer is of a run"
+    assert run, "a trainer belongs to a run"
     if not isinstance(job, SaveJob):
         return
     for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder), ("gap", job.gap_folder)):

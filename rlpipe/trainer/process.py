@@ -269,7 +269,7 @@ class TrainerService:
         self._node = node
         self._address = address
         self._work_dir = self.registration.work_dir(config.scratch_folder)
-        self._trainer: TrainerProcesses | None = None
+        self._processes: TrainerProcesses | None = None
         self._ran_at = time.monotonic()  # the time at which this node's trainer processes ran last
 
     async def work(self) -> Never:
@@ -280,19 +280,19 @@ class TrainerService:
         for _start in range(RESTARTS_MAX + 1):
             met_at = await self._meeting_point(met_at)
             key = self.registration.record.key  # a new key for each new meeting point
-            self._trainer = trainer = TrainerProcesses(
+            self._processes = processes = TrainerProcesses(
                 self._config, self._work_dir, key, self._address, self._node, met_at
             )
             try:
-                await self.registration.change(url=await trainer.start(), rendezvous=met_at)
-                while trainer.alive and (self._node == 0 or await self._announced() in ("", met_at)):
+                await self.registration.change(url=await processes.start(), rendezvous=met_at)
+                while processes.alive and (self._node == 0 or await self._announced() in ("", met_at)):
                     await asyncio.sleep(WATCH_S)
             except TrainerError as error:
                 log.warning("the trainer processes did not start: %s", error)
             finally:
                 self._ran_at = time.monotonic()
-                await trainer.close()
-                self._trainer = None  # another process may have its address now
+                await processes.close()
+                self._processes = None  # another process may have its address now
             log.warning("the trainer processes of node %d ended", self._node)
         raise TrainerError(f"the trainer processes ended {RESTARTS_MAX + 1} times; see {self._work_dir}/trainer.log")
 
@@ -303,19 +303,21 @@ class TrainerService:
         run, it is node 0 that counts.
         """
         if self._node > 0:
-            return 0.0 if self._trainer is not None and self._trainer.alive else time.monotonic() - self._ran_at
-        if self._trainer is None:
+            return 0.0 if self._processes is not None and self._processes.alive else time.monotonic() - self._ran_at
+        if self._processes is None:
             return 0.0
         try:
-            status, answer = await Peer(replace(self.registration.record, url=self._trainer.url)).call("GET", "/status")
+            status, answer = await Peer(replace(self.registration.record, url=self._processes.url)).call(
+                "GET", "/status"
+            )
         except ConnectionError:
             return 0.0
         # a trainer that has lost a node answers with that, and ends
         return answer["idle_s"] if status == 200 else 0.0
 
     async def close(self) -> None:
-        if self._trainer is not None:
-            await self._trainer.close()
+        if self._processes is not None:
+            await self._processes.close()
 
     async def _meeting_point(self, before: str) -> str:
         """Returns the address at which the nodes meet. Node 0 chooses a new one and registers it;

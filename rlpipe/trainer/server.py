@@ -32,8 +32,8 @@ from rlpipe.trainer.jobs import (
     STATUS_LOST,
     STATUS_OK,
     STATUS_STORE,
+    AnyJob,
     LoadJob,
-    TrainerJob,
     attempt_of,
     check_place,
     job_of,
@@ -78,7 +78,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
             board.finish(record, status, answer)
 
 
-def _outcome(trainer: Trainer, job: TrainerJob) -> tuple[int, dict[str, object]]:
+def _outcome(trainer: Trainer, job: AnyJob) -> tuple[int, dict[str, object]]:
     try:
         result = dataclasses.replace(trainer.run(job), warnings=trainer.ranks.told_users())
         return STATUS_OK, {"result": dataclasses.asdict(result)}
@@ -88,12 +88,12 @@ def _outcome(trainer: Trainer, job: TrainerJob) -> tuple[int, dict[str, object]]
 
 
 class TrainerServer(NodeServer):
-    """The HTTP server of a trainer with `ranks` ranks, on its first node: JSON in, JSON out."""
+    """The HTTP server of a trainer with `num_ranks` ranks, on its first node: JSON in, JSON out."""
 
-    def __init__(self, options: TrainerOptions, board: Board, ranks: int, uploads: Uploads) -> None:
+    def __init__(self, options: TrainerOptions, board: Board, num_ranks: int, uploads: Uploads) -> None:
         super().__init__(options, uploads)
         self.board = board
-        self.ranks = ranks
+        self.num_ranks = num_ranks
         self._run = options.run
 
     async def answer_to(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
@@ -105,7 +105,7 @@ class TrainerServer(NodeServer):
             case "POST", "/upload":
                 return await self._await_upload(body)
             case "GET", "/health":
-                return web.json_response({"ranks": self.ranks, "nodes": self.board.nodes()})
+                return web.json_response({"ranks": self.num_ranks, "nodes": self.board.nodes()})
             case "GET", "/status":
                 return web.json_response(self.board.status() | ({"idle_s": 0.0} if self.uploads.is_busy else {}))
         return await super().answer_to(request, body)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlpipe.base.references import ArtifactRef
 from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
-from rlpipe.trainer.jobs import JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob, TrainerJob
+from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
 from rlpipe.trainer.model import load_policy
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.publishing import Publication, publication, upload
@@ -42,7 +42,7 @@ class Trainer:
         self._offloaded: Offloaded | None = None
         self._sending = Sending(ranks)
 
-    def run(self, job: TrainerJob) -> JobResult:
+    def run(self, job: AnyJob) -> JobResult:
         """Does one job on all ranks.
 
         UserError, StoreError and StepRefused are raised on all ranks.
@@ -96,7 +96,7 @@ class Trainer:
         if self.resident is not None:
             yield from self.resident.held()
 
-    def _bring_back(self, job: TrainerJob) -> None:
+    def _bring_back(self, job: AnyJob) -> None:
         """Restores what was offloaded; before a load it is dropped instead, as a load needs none of
         it.
         """

@@ -167,7 +167,7 @@ def test_the_lines_of_a_plan_add_up() -> None:
 def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
     """A row of it, and that all are there; `scripts/fits_table.py --write` makes it."""
     head, _, *rows = in_page()
-    assert [line.split("|")[1].strip() for line in rows] == [*SHAPES] and all(ranks in head for ranks in SPLITS)
+    assert [line.split("|")[1].strip() for line in rows] == [*SHAPES] and all(split in head for split in SPLITS)
     assert row("Qwen3-0.6B") in rows
 
 

@@ -17,7 +17,7 @@ from rlpipe.checks.preflight import look_at, preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.sources import split_point
-from rlpipe.store.run import Run
+from rlpipe.store.progress import Progress
 from tests.paths import PRESETS
 
 SMALL = ["data.words.rows_max=40", "data.short_words.rows_max=40", "data.all_words.rows_max=40"]
@@ -153,13 +153,13 @@ def test_what_is_committed_is_not_looked_for_again(folder: Path, monkeypatch: py
     with pytest.raises(UserError) as refused:
         preflight(tiny(folder, *gone))
     assert "gone.jsonl" in str(refused.value) and "/nowhere/gone" in str(refused.value)
-    monkeypatch.setattr(Run, "sft_complete", property(lambda run: True))
-    monkeypatch.setattr(Run, "has_base", property(lambda run: True))
+    monkeypatch.setattr(Progress, "sft_complete", property(lambda progress: True))
+    monkeypatch.setattr(Progress, "has_base", property(lambda progress: True))
     preflight(tiny(folder, *gone))
     wrong = [*gone, *SUMS, 'rl.rewards={"trial_graders:never" = 1.0}', "rl.filters={nonzero_std = -1.0}"]
     with pytest.raises(UserError, match="not today"):
         preflight(tiny(folder, *wrong))
-    monkeypatch.setattr(Run, "num_committed", lambda run, phase, total: 1)
+    monkeypatch.setattr(Progress, "num_committed", lambda progress, phase, total: 1)
     preflight(tiny(folder, *wrong))  # they have filtered and scored an iteration
 
 

@@ -62,8 +62,8 @@ def test_a_trainer_of_two_nodes_loses_one_and_the_next_start_of_the_flow_adopts_
             process.kill()  # all trainer processes have to meet again
         folder.wait_for("a", "rl/00001/iteration.json", flow)
         kill_group(started.pop("flow"))  # and then nobody asks for anything
-        ranks = {record.name: record.url for record in registered(folder.open_store(), "runs/a", TRAINER)}
-        assert list(ranks) == ["node-0", "node-1"] and nodes["node-0"].address in ranks["node-0"]
+        urls = {record.name: record.url for record in registered(folder.open_store(), "runs/a", TRAINER)}
+        assert list(urls) == ["node-0", "node-1"] and nodes["node-0"].address in urls["node-0"]
         before = registered(folder.open_store(), "runs/a", ENGINES)
         assert all(process.poll() is None for process in started.values())
         here.complete("a", *SHORT, *ELSEWHERE)

@@ -463,7 +463,7 @@ async def test_the_nodes_behind_the_first_are_idle_once_their_part_of_the_traine
     monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: now + 100))
     assert await behind.idle_s() >= 100
     monkeypatch.setattr(TrainerProcesses, "alive", True)
-    behind._trainer = TrainerProcesses(config, Path("/nowhere"), "key", node=1)
+    behind._processes = TrainerProcesses(config, Path("/nowhere"), "key", node=1)
     assert await behind.idle_s() == 0
 
 
@@ -476,8 +476,8 @@ async def test_a_trainer_that_says_it_is_lost_is_not_idle(
     played.status = status
     config = run_with(store, "trainer.place=elsewhere").config
     first = TrainerService(store, config, 0, "127.0.0.1")
-    first._trainer = TrainerProcesses(config, Path("/nowhere"), "key")
-    first._trainer.url = url
+    first._processes = TrainerProcesses(config, Path("/nowhere"), "key")
+    first._processes.url = url
     assert await first.idle_s() == 0.0 and played.calls == 1
 
 

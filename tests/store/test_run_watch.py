@@ -179,7 +179,7 @@ def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> 
         f"while not store.list({ROOT!r}): pass\n"
         "if not os.fork(): sys.exit()\n"
         # not the file that the next heartbeat writes before it takes the place of the last
-        f"os.wait(); assert [key for key in store.list('{ROOT}/lease') if key.endswith('.json')]"
+        f"os.wait(); assert len([key for key in store.list('{ROOT}/lease') if key.endswith('.json')]) == 1"
     )
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
     assert store.list(f"{ROOT}/lease") == []

@@ -9,14 +9,14 @@ import pytest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.training import RlConfig
 from rlpipe.trainer.board import Board, JobRecord, JobRefused
-from rlpipe.trainer.jobs import LoadJob, NewModel, OffloadJob, RlJob, SaveJob, TrainerJob
+from rlpipe.trainer.jobs import AnyJob, LoadJob, NewModel, OffloadJob, RlJob, SaveJob
 
 LOAD = LoadJob("a", NewModel({}, 0), None, None)
 TRAIN = RlJob("a", "b", ArtifactRef("batch", "0" * 64), 0, "rl", RlConfig(), None)
 SAVE = SaveJob("b", "policy", None, "a1", None, [0], [1, 2])
 
 
-def do(board: Board, job: TrainerJob, status: int = 200) -> JobRecord:
+def do(board: Board, job: AnyJob, status: int = 200) -> JobRecord:
     record = board.submit(job)
     assert board.next(0) is record
     board.finish(record, status, {"said": status})

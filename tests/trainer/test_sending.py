@@ -83,17 +83,17 @@ def test_what_is_sent_is_what_the_files_hold_and_has_their_hashes(
 @pytest.mark.e2e
 async def test_ranks_that_share_the_weights_send_them_whole_through_the_first(tmp_path: Path) -> None:
     settings = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store", "trainer.ranks=2"], PRESETS)
-    ranks = TrainerClient(TrainerProcesses(settings, tmp_path, "key"))
-    await ranks.start()
+    trainer = TrainerClient(TrainerProcesses(settings, tmp_path, "key"))
+    await trainer.start()
     try:
-        await ranks.run("load", load_new())
-        answer = await ranks.run("save", save("new", "runs/a/base/policy", None))
-        offer = (await ranks.run(*ask("offer")))["offer"]
+        await trainer.run("load", load_new())
+        answer = await trainer.run("save", save("new", "runs/a/base/policy", None))
+        offer = (await trainer.run(*ask("offer")))["offer"]
         with receiver(offer, "g1", tmp_path / "received.safetensors") as process:
-            (sent,) = (await ranks.run(*ask("send", receivers=1, backend="gloo")))["sent"]
+            (sent,) = (await trainer.run(*ask("send", receivers=1, backend="gloo")))["sent"]
             assert process.wait(timeout=DEADLINE_S) == 0
     finally:
-        await ranks.close()
+        await trainer.close()
     (file,) = [record for record in answer["policy"] if record["name"].endswith(".safetensors")]
     assert (sent["sha256"], sent["bytes"]) == (file["sha256"], file["bytes"])
     assert sending.file_of("x", load_file(tmp_path / "received.safetensors")).sha256 == file["sha256"]
