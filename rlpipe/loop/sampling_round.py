@@ -46,7 +46,7 @@ class SamplingRound:
 
     def __init__(self, key: tuple[int, int], score: Scorer, survives: Callable[[Group], bool], wanted: int) -> None:
         self.key = key  # iteration, round
-        # of each shard that is sampled: True when the environment answered one of its rollouts
+        # of each shard that was sampled: True when the environment answered one of its rollouts
         self.answers: dict[tuple[str, int, str], bool] = {}
         self._score, self._survives, self._wanted = score, survives, wanted
         self._scores: Scores = {}

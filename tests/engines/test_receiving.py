@@ -55,9 +55,8 @@ class Pair:
         position, folder = f"p{version}", f"runs/a/rl/{version - 1:05d}/policy"
         await self.trainer.run("load", load_new(position, seed=version))
         answer = await self.trainer.run("save", {**save(position, folder, None), "attempt": f"a{version}"})
-        await self.trainer.run(
-            "upload", {"attempt": f"a{version}"}
-        )  # the next one takes its place on the trainer's disk
+        # the next one takes its place on the trainer's disk
+        await self.trainer.run("upload", {"attempt": f"a{version}"})
         files = [FileRecord(**record) for record in answer["policy"]]
         manifest = Manifest("a", "rl", version - 1, "policy", {}, "", {}, files, {}, version, "test", "", "")
         document = sealed(manifest)
