@@ -29,6 +29,7 @@ from tests.network_world import Node
 HANG_S = 1.0
 HELD_MAX_S = 2 * DEADLINE_S  # longer than any client waits
 HERE = Node((), "127.0.0.1")
+KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,41 @@ class S3Server:
 def serving(folder: Path, node: Node = HERE) -> Iterator[S3Server]:
     """A server whose files are in `folder`, and whose address and keys
     are in the environment meanwhile."""
+    before = {name: os.environ.get(name) for name in [*KEYS, "AWS_ENDPOINT_URL"]}
+    try:
+        process, url = _started(folder, node)
+        try:
+            yield S3Server(url, "rlpipe", {**KEYS, "AWS_ENDPOINT_URL": url})
+            assert process.poll() is None, f"the S3 server ended by itself: {_log_tail(folder)}"
+        finally:
+            process.kill()
+            process.wait(timeout=DEADLINE_S)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def _started(folder: Path, node: Node) -> tuple[subprocess.Popen[bytes], str]:
+    """A server that takes objects, and its address; the keys are in the environment. It has eight
+    ports, and ends when another process took one of them first: it is started on others then.
+    """
+    for _ in range(2):
+        with contextlib.suppress(AssertionError):
+            return _started_once(folder, node)
+    return _started_once(folder, node)
+
+
+def _started_once(folder: Path, node: Node) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
+    os.environ.update(KEYS, AWS_ENDPOINT_URL=f"http://{node.address}:{port}")
     process = _start_weed(folder, port, node)
-    environment = {
-        "AWS_ACCESS_KEY_ID": "test-key",
-        "AWS_SECRET_ACCESS_KEY": "test-secret",
-        "AWS_ENDPOINT_URL": f"http://{node.address}:{port}",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
     try:
         _wait_for_bucket(process, folder)
-        yield S3Server(environment["AWS_ENDPOINT_URL"], "rlpipe", environment)
-    finally:
+    except BaseException:
         process.kill()
         process.wait(timeout=DEADLINE_S)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        raise
+    return process, os.environ["AWS_ENDPOINT_URL"]
 
 
 def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Popen[bytes]:
@@ -74,15 +92,15 @@ def _start_weed(folder: Path, endpoint_port: int, node: Node) -> subprocess.Pope
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = ["master", "volume", "filer"]
-    options = [f"-{name}.port={free_port()}" for name in ports] + [f"-{name}.port.grpc={free_port()}" for name in ports]
+    # not `weed mini`, which has an admin server too and ends two minutes after that got no port
+    names = ["master", "volume", "filer"]
+    options = [f"-{name}.port={free_port()}" for name in names]
+    options += [f"-{name}.port.grpc={free_port()}" for name in [*names, "s3"]]
     command = [
-        *node.inside, str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}",
-        f"-ip={node.address}", f"-ip.bind={node.address}",
-        f"-s3.port={endpoint_port}", f"-s3.port.grpc={free_port()}", f"-admin.port={free_port()}",
-        f"-admin.port.grpc={free_port()}",
-        "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        f"-s3.config={folder}/s3.json", "-bucket=rlpipe", *options,
+        *node.inside, str(Path(sys.executable).parent / "weed"), "server", f"-dir={folder}",
+        f"-ip={node.address}", f"-ip.bind={node.address}", "-filer", "-s3", f"-s3.port={endpoint_port}",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder}/s3.json", "-s3.autoCreateBucket",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=0", *options,
     ]  # fmt: skip
     log = (folder / "weed.log").open("wb")
     with log:
@@ -100,7 +118,11 @@ def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
             return False
         return True
 
-    until(takes, lambda: f"{faults[-1:]}\n{(folder / 'weed.log').read_text()[-2000:]}", running=process, look_s=0.5)
+    until(takes, lambda: f"{faults[-1:]}\n{_log_tail(folder)}", running=process, look_s=0.5)
+
+
+def _log_tail(folder: Path) -> str:
+    return (folder / "weed.log").read_text()[-2000:]
 
 
 @dataclass(frozen=True)
