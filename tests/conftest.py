@@ -18,7 +18,7 @@ from tests import prefect_home
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.pipeline import STARTED, Folder, Undisturbed, kill_group, run_undisturbed
 from tests.prefect_stand import bare_server
-from tests.s3_world import S3Proxy, S3Server, serving
+from tests.s3_world import S3Proxy, S3Server, check_servers_serve, serving
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes of pytest-xdist share the cores
@@ -61,6 +61,7 @@ def nothing_left_at_work() -> Iterator[None]:
         process = STARTED.pop()
         if process.poll() is None:
             kill_group(process)
+    check_servers_serve()  # which test ended one is seen at that test, not at those that need it
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,6 +29,7 @@ from tests.network_world import Node
 HANG_S = 1.0
 HELD_MAX_S = 2 * DEADLINE_S  # longer than any client waits
 HERE = Node((), "127.0.0.1")
+SERVERS: dict[Path, subprocess.Popen[bytes]] = {}  # those that serve, by their folders
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -52,9 +53,10 @@ def serving(folder: Path, node: Node = HERE) -> Iterator[S3Server]:
     try:
         process, url = _started(folder, node)
         try:
+            SERVERS[folder] = process
             yield S3Server(url, "rlpipe", {**KEYS, "AWS_ENDPOINT_URL": url})
-            assert process.poll() is None, f"the S3 server ended by itself: {_log_tail(folder)}"
         finally:
+            SERVERS.pop(folder, None)
             process.kill()
             process.wait(timeout=DEADLINE_S)
     finally:
@@ -118,10 +120,20 @@ def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
             return False
         return True
 
-    until(takes, lambda: f"{faults[-1:]}\n{_log_tail(folder)}", running=process, look_s=0.5)
+    until(takes, lambda: f"{faults[-1:]}\n{log_tail(folder)}", running=process, look_s=0.5)
 
 
-def _log_tail(folder: Path) -> str:
+def check_servers_serve() -> None:
+    """AssertionError, once, when a server that other tests use has ended."""
+    ended = {folder: process for folder, process in SERVERS.items() if process.poll() is not None}
+    for folder in ended:
+        del SERVERS[folder]
+    assert not ended, [
+        f"S3 server, exit code {process.returncode}: {log_tail(folder)}" for folder, process in ended.items()
+    ]
+
+
+def log_tail(folder: Path) -> str:
     return (folder / "weed.log").read_text()[-2000:]
 
 

@@ -123,7 +123,7 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
         # apart from this process, which it cannot signal, and which ends what it leaves
         preexec_fn=seclude,
     )
-    output, errors = _last_words(process, json.dumps(request["prompt"]).encode())
+    output, errors = last_words(process, json.dumps(request["prompt"]).encode())
     kill_descendants(os.getpid())
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -135,7 +135,7 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
     return outcome_of(last_line(output))
 
 
-def _last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
+def last_words(process: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     """The end of a command's stdout and stderr when it ended, TAIL_BYTES of each; it reads `given`.
 
     Programs that it started may hold the pipes longer, and write on: they are not waited for.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from rlpipe.extras.agents.chat import (
 )
 from rlpipe.extras.agents.endpoint import Wire
 from rlpipe.extras.agents.openai_wire import OpenAiWire
-from rlpipe.extras.agents.worker import last_line, outcome_of, run
+from rlpipe.extras.agents.worker import last_line, last_words, outcome_of
 from rlpipe.records.messages import DEPTH_MAX
 from tests.agent_world import TOOL
 from tests.tool_templates import KINDS
@@ -241,11 +242,13 @@ def test_a_command_that_reads_nothing_is_not_written_to_again_and_again(monkeypa
     writes: list[int] = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: writes.append(file) or write(file, data))
-    request = {
-        "prompt": [{"role": "user", "content": "x" * 1_000_000}],
-        "base_url": "http://127.0.0.1:1/v1",
-        "api_key": "k",
-    }
-    said = run(["/bin/sh", "-c", "exec <&-; sleep 0.5; echo '{\"reward\": 1}'"], request)
-    assert said == {"reward": 1.0, "metrics": {}}
+    # not `run`: it ends all that this process has started, so the servers of other tests, too
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", "exec <&-; sleep 0.5; echo '{\"reward\": 1}'"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert last_words(process, b"x" * 1_000_000) == ('{"reward": 1}\n', "")
     assert len(writes) < 50, "of 64 KiB each, until the pipe was full or closed"
