@@ -120,7 +120,7 @@ def _wait_for_bucket(process: subprocess.Popen[bytes], folder: Path) -> None:
             return False
         return True
 
-    until(takes, lambda: f"{faults[-1:]}\n{log_tail(folder)}", running=process, look_s=0.5)
+    until(takes, lambda: f"{faults[-1:]}\n{_log_tail(folder)}", running=process, look_s=0.5)
 
 
 def check_servers_serve() -> None:
@@ -129,11 +129,11 @@ def check_servers_serve() -> None:
     for folder in ended:
         del SERVERS[folder]
     assert not ended, [
-        f"S3 server, exit code {process.returncode}: {log_tail(folder)}" for folder, process in ended.items()
+        f"S3 server, exit code {process.returncode}: {_log_tail(folder)}" for folder, process in ended.items()
     ]
 
 
-def log_tail(folder: Path) -> str:
+def _log_tail(folder: Path) -> str:
     return (folder / "weed.log").read_text()[-2000:]
 
 
