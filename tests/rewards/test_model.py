@@ -24,6 +24,7 @@ from transformers import (
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.processes.worker import Worker
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards import worker
 from rlpipe.rewards.pool import RewardPool, check_rewards
@@ -80,9 +81,15 @@ def expected_of(folder: Path, conversations: list[list[dict[str, str]]], output:
     return rewards
 
 
-def pid_of(pool: RewardPool) -> int:
+def worker_of(pool: RewardPool) -> Worker:
     (worker,) = pool._scorers[-1].processes.workers  # pyright: ignore[reportAttributeAccessIssue]
-    return worker._process.keeper.pid
+    return worker
+
+
+def pid_of(pool: RewardPool) -> int:
+    process = worker_of(pool)._process
+    assert process is not None
+    return process.keeper.pid
 
 
 @pytest.mark.e2e
@@ -112,9 +119,9 @@ def test_it_scores_what_transformers_does_and_survives_its_process(
         assert [score.reward for score in scores] == pytest.approx([2 * value for value in told])
         assert "were cut to tokens_max=256" in caplog.text
 
-        idle = psutil.Process(pid_of(pool))
-        idle.kill()  # nobody's fault
-        until(lambda: not idle.is_running() or idle.status() == psutil.STATUS_ZOMBIE)
+        os.kill(pid_of(pool), signal.SIGKILL)  # idle: nobody's fault
+        # until the pool knows, the child of the killed keeper still answers, under its pid
+        until(lambda: worker_of(pool)._process is None)
         assert [score.reward for score in pool.score([item("5")])] == pytest.approx([2 * told[0]])
 
         many = [item(str(number)) for number in range(1500)]
