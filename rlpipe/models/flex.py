@@ -69,6 +69,11 @@ def choose_attention(lm: Any, name: str) -> None:
     lm.set_attn_implementation(name)
 
 
+def leave_attention(lm: Any) -> None:
+    """Restores the attention that `lm` had before `choose_attention`."""
+    lm.set_attn_implementation(lm._own_attention)
+
+
 @contextlib.contextmanager
 def own_attention(lm: Any) -> Iterator[None]:
     """Within the body `lm` computes attention by its own code."""

@@ -23,54 +23,65 @@ KERNELS_MAX = 64  # there is one for each of: a width, with or without gradient,
 _PLAIN: list[None] = []
 
 
-class Fused:
-    """A function of a family's code, compiled once for all lengths."""
+class Replaced:
+    """A function of a family's code as it is `written`, and ours in its place."""
 
-    def __init__(self, function: Callable[..., Any], backend: str) -> None:
-        self.written = function
-        self._kernels = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    def __init__(self, written: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        self.written = written
+        self._ours = ours
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        if _PLAIN:
-            return self.written(*given, **named)
-        with torch._dynamo.config.patch(recompile_limit=KERNELS_MAX):
-            return self._kernels(*given, **named)
+        return (self.written if _PLAIN else self._ours)(*given, **named)
 
 
 @functools.cache
-def fused(function: Callable[..., Any], backend: str = "inductor") -> Fused:
-    """The compiled function, one object for all modules that use the function."""
-    return Fused(function, backend)
+def fused(function: Callable[..., Any], backend: str = "inductor") -> Replaced:
+    """The function compiled for all lengths, one object for all modules that use it."""
+    kernels = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    def call(*given: Any, **named: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=KERNELS_MAX):
+            return kernels(*given, **named)
+
+    return Replaced(function, call)
 
 
 def use_fused(lm: Any, backend: str = "inductor") -> None:
     """Switches the norms, rotary embeddings and MLPs of `lm` to compiled kernels."""
-    for module in _modules(lm):
+    for module in small_modules(lm):
         module.forward = functools.partial(fused(type(module).forward, backend), module)
+    replace_rotary(lm, lambda function: fused(function, backend))
+
+
+def replace_rotary(lm: Any, replaced: Callable[[Callable[..., Any]], Replaced | None]) -> None:
+    """Puts ours in the place of the rotary function in the family's source files, for all models
+    that use them; None leaves a function as it is.
+    """
     for file in _files(lm):
         function = getattr(file, ROTARY)
-        setattr(file, ROTARY, function if isinstance(function, Fused) else fused(function, backend))
+        if not isinstance(function, Replaced) and (ours := replaced(function)) is not None:
+            setattr(file, ROTARY, ours)
 
 
 def leave_fused(lm: Any) -> None:
     """Restores the family's own code in `lm`; the rotary function is restored for all models of the
     family.
     """
-    for module in _modules(lm):
+    for module in small_modules(lm):
         vars(module).pop("forward", None)
     for file in _files(lm):
         function = getattr(file, ROTARY)
-        setattr(file, ROTARY, function.written if isinstance(function, Fused) else function)
+        setattr(file, ROTARY, function.written if isinstance(function, Replaced) else function)
 
 
 def uses_fused(lm: Any) -> bool:
-    """True when `lm` computes its norms and MLPs by compiled kernels."""
-    return any("forward" in vars(module) for module in _modules(lm))
+    """True when `lm` computes its norms by ours."""
+    return any("forward" in vars(module) for module in small_modules(lm))
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Within the body all threads compute without these kernels."""
+    """Within the body all threads compute by the family's code."""
     _PLAIN.append(None)
     try:
         yield
@@ -78,7 +89,7 @@ def as_written() -> Iterator[None]:
         _PLAIN.pop()
 
 
-def _modules(lm: Any) -> list[nn.Module]:
+def small_modules(lm: Any) -> list[nn.Module]:
     """The modules of KINDS that are of transformers. Those of torch have a fused kernel already,
     and replaced ones are unknown code.
     """

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
 
 from rlpipe.base.errors import UserError
+from rlpipe.models.branched import branched_mask, uses_branched
 from rlpipe.models.flex import block_mask, texts_of, uses_flex
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -40,7 +41,7 @@ class Masks:
     """
 
     def __init__(self, lm: Any) -> None:
-        self._flex = uses_flex(lm)
+        self._flex, self._branched = uses_flex(lm), uses_branched(lm)
         self._config: PretrainedConfig = lm.config.get_text_config()
         self._additive = lm.config._attn_implementation == "eager"
         self._dtype = lm.dtype
@@ -71,12 +72,10 @@ class Masks:
         tokens of its own branch, and of branch 0 of its text.
         """
         own_RL = texts_of(positions_RL) * branches if branch_RL is None else branch_RL
-        if not self._flex:
+        if not (self._flex or self._branched):
             return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))
-        root_RL = own_RL // branches * branches
-        masks = {
-            kind: block_mask(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds
-        }
+        root_RL, make = own_RL // branches * branches, block_mask if self._flex else branched_mask
+        masks = {kind: make(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
         return masks if self.named else masks[self.kinds[0]]
 
     def _visible(self, kind: str, query_RQ1: Tensor, key_K: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rlpipe.base.values import Metrics
+from rlpipe.models.branched import uses_branched
 from rlpipe.models.causal import expert_layers
 from rlpipe.models.flex import uses_flex
 from rlpipe.trainer.model import PolicyModel
@@ -66,18 +67,21 @@ def forward_flops(policy: PolicyModel, work: Work) -> float | None:
     return 2.0 * (parameters * work.tokens + head.numel() * work.scored) + pair_flops(policy) * work.pairs
 
 
-def flex_tokens(policy: PolicyModel) -> float | None:
-    """The length of a text at which flex_attention, which computes the causal half, costs as much
-    as all else in its layers. None for a policy with another attention, with an L x L mask.
+def attention_tokens(policy: PolicyModel) -> float | None:
+    """The length of a text at which attention over visible pairs alone costs as much as all else in
+    its layers. None for a policy with another attention, with an L x L mask.
+
+    flex_attention computes the causal half. On a CPU a piece's pairs are all computed, at about
+    half the speed of other products.
     """
-    if not uses_flex(policy.lm):
+    if not (uses_flex(policy.lm) or uses_branched(policy.lm)):
         return None
     parameters = used_parameters(policy)
     # parameters are overestimated, so attention counts as cheap, which does not change which
     # prompts are shared
     if parameters is None:
         parameters = sum(one.numel() for one in policy.lm.parameters())
-    return 4.0 * parameters / max(pair_flops(policy), 1.0)
+    return (4.0 if uses_flex(policy.lm) else 1.0) * parameters / max(pair_flops(policy), 1.0)
 
 
 def used_parameters(policy: PolicyModel) -> float | None:

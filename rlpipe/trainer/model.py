@@ -27,6 +27,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.values import JsonDict
 from rlpipe.models.adapter import is_adapter, new_adapter_rows, put_adapter
+from rlpipe.models.branched import uses_branched
 from rlpipe.models.causal import ExpertUse, empty_model, head_of, hf_config, hidden_states, restore_buffers, takes
 from rlpipe.models.checkpoint import Checkpoint, TensorFile, finite, local_files, ranged_file, tensors_of, tied_names
 from rlpipe.models.context_parallel import ContextGroup, use_context_group, uses_context_group
@@ -102,10 +103,11 @@ class PolicyModel(nn.Module):
         """The attention mask to pass to the model; None where the model makes its own, or needs
         none. A model that has only a slice of each row cannot make the mask of whole rows.
         """
-        if branch_RL is None and not context and not uses_flex(self.lm):
+        makes_own = not (uses_flex(self.lm) or uses_branched(self.lm))
+        if branch_RL is None and not context and makes_own:
             return None
         masks = Masks(self.lm)
-        if branch_RL is None and not uses_flex(self.lm) and masks.whole and context and context.is_single(positions_RL):
+        if branch_RL is None and makes_own and masks.whole and context and context.is_single(positions_RL):
             return None  # the causal kernel needs none
         return masks.of_rows(positions_RL, branch_RL, BRANCHES)
 

@@ -156,30 +156,30 @@ def plan_texts(
     tokens_max: int,
     rows: Rows = Rows.PACKED,
     context_ranks: int = 1,
-    flex_tokens: float | None = None,
+    attention_tokens: float | None = None,
 ) -> tuple[list[Text], list[RankPlan]]:
     """Returns the texts of a step and each rank's plan, with the number of sequences per shared
     prompt that costs least.
 
     A prompt that more sequences share is computed fewer times, but its row is longer. With an L x L
-    mask, attention costs the full square of the row, masked pairs included. With flex_attention
-    (`flex_tokens`: the length of a text at which attention costs as much as all else) only visible
-    pairs cost: then rows and texts may be as long as a microbatch, but texts that are too long
-    spread the work unevenly over ranks.
+    mask, attention costs the full square of the row, masked pairs included. Without one
+    (`attention_tokens`: the length of a text at which attention costs as much as all else) only
+    visible pairs cost: then rows and texts may be as long as a microbatch, but texts that are too
+    long spread the work unevenly over ranks.
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
     longest_row = tokens_max * context_ranks
-    shared_max = min(SHARED_TOKENS_MAX, longest_row) if flex_tokens is None else longest_row
+    shared_max = min(SHARED_TOKENS_MAX, longest_row) if attention_tokens is None else longest_row
     limits: set[int] = set()
     if rows is Rows.SHARED:
         limits = {min(times * longest, shared_max) for times in TEXT_LENGTHS} | (
-            {longest_row} if flex_tokens else set()
+            {longest_row} if attention_tokens else set()
         )
     tried: list[tuple[float, list[Text], list[RankPlan]]] = []
     for text_tokens_max in (0, *sorted(limits)):
         texts = share_prompts(sequences, text_tokens_max)
         lengths = list(map(text_tokens, texts))
-        attention = [text_pairs(text) / flex_tokens for text in texts] if flex_tokens else None
+        attention = [text_pairs(text) / attention_tokens for text in texts] if attention_tokens else None
         plans = plan_step(lengths, ranks, tokens_max, rows, context_ranks, attention)
         tried.append((cost(plans, lengths, attention), texts, plans))
     _, texts, plans = min(tried, key=lambda plan: plan[0])

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlpipe.base.errors import UserError
+from rlpipe.models.branched import supports_branched, use_branched
 from rlpipe.models.causal import MODEL_FAULTS, WINDOW_TESTED, other_windows, small_windows
 from rlpipe.models.context_parallel import uses_context_group
-from rlpipe.models.flex import leave_flex, own_attention, try_kernels, use_flex, uses_flex
+from rlpipe.models.flex import leave_attention, leave_flex, own_attention, try_kernels, use_flex, uses_flex
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
+from rlpipe.models.passes import use_passes
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
@@ -92,9 +94,11 @@ def proven_rows(ranks: Ranks, policy: PolicyModel) -> Rows:
     as `Proof.rows`. A collective.
 
     On GPUs flex_attention is tried first; without it each sequence has a row of its own, which
-    needs no L x L mask.
+    needs no L x L mask. On CPUs attention over pieces is tried first, for the same reason.
     """
     if ranks.device.type in FLEX_DEVICES and (rows := flex_rows(ranks, policy)) is not None:
+        return rows
+    if ranks.device.type == "cpu" and not ranks.context and (rows := branched_rows(ranks, policy)) is not None:
         return rows
     if ranks.context and not uses_context_group(policy.lm):
         raise UserError(
@@ -118,6 +122,28 @@ def proven_rows(ranks: Ranks, policy: PolicyModel) -> Rows:
     # packed rows take an L x L mask, with which a GPU cannot use its fast kernels; on a CPU padding
     # costs more than the mask
     return Rows.SINGLE if ranks.device.type == "cuda" else rows
+
+
+def branched_rows(ranks: Ranks, policy: PolicyModel) -> Rows | None:
+    """As `proven_rows`, with attention over pieces, which the policy then uses. None, and the
+    policy uses its own attention, where that gives other results.
+    """
+    lm, rows, fault = policy.lm, Rows.SINGLE, ""
+    if not supports_branched(lm) or other_windows(lm.config):
+        return None
+    use_branched(lm)
+    use_passes(lm)
+    try:
+        rows = _of_ranks(ranks, policy).rows(lm.config.model_type, ranks.options.dtype)
+    except MODEL_FAULTS as error:
+        fault = f"{error!s:.300}"
+    if rows >= Rows.PACKED:
+        return rows
+    log.info("%s: attention is computed with a mask of whole rows (%s)", lm.config.model_type, fault or "rows differ")
+    leave_attention(lm)
+    leave_fused(lm)
+    settle(policy, ranks.device)
+    return None
 
 
 def flex_rows(ranks: Ranks, policy: PolicyModel) -> Rows | None:

@@ -20,7 +20,7 @@ from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
-from rlpipe.trainer.flops import Work, flex_tokens, work_of
+from rlpipe.trainer.flops import Work, attention_tokens, work_of
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
@@ -167,7 +167,7 @@ def plan_batch(ranks: Ranks, policy: PolicyModel, rows: Rows, sequences: list[Tr
     microbatches. UserError when a sequence is too long.
     """
     kept = [sequence for sequence in sequences if sequence.num_scored]
-    tokens_max, attention = ranks.options.trainer.tokens_max, flex_tokens(policy)
+    tokens_max, attention = ranks.options.trainer.tokens_max, attention_tokens(policy)
     texts, plans = plan_texts(kept, ranks.size, tokens_max, rows, ranks.context_ranks, attention)
     lengths = list(map(text_tokens, texts))
     microbatches = [collate(texts, filled).to(ranks.device) for filled in plans[ranks.rank]]

@@ -25,7 +25,7 @@ from rlpipe.models.masks import Masks, own_branch
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import Microbatch, collate
-from rlpipe.trainer.flops import flex_tokens
+from rlpipe.trainer.flops import attention_tokens
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import (
     BRANCHES,
@@ -134,7 +134,7 @@ def test_shared_as_planned_for_flex_is_the_same_as_each_with_its_own_prompt(fami
         sequences += [behind(begin, sequence(length, VOCABULARY, 50 + length)) for length in lengths]
     found: list[tuple[dict[int, Tensor], Tensor, int]] = []
     for rows in (Rows.PACKED, Rows.SHARED):
-        texts, plans = plan_texts(sequences, 1, 2048, rows, 1, flex_tokens(policy))
+        texts, plans = plan_texts(sequences, 1, 2048, rows, 1, attention_tokens(policy))
         lengths = [*map(text_tokens, texts)]
         logprobs: dict[int, Tensor] = {}
         gradient = torch.zeros(())

@@ -41,7 +41,7 @@ def forgotten() -> Iterator[None]:
     yield
     fused.fused.cache_clear()
     for name, file in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and isinstance(left := vars(file).get(fused.ROTARY), fused.Fused):
+        if name.startswith("transformers.models.") and isinstance(left := vars(file).get(fused.ROTARY), fused.Replaced):
             setattr(file, fused.ROTARY, left.written)
 
 
@@ -102,13 +102,13 @@ def test_those_that_give_something_else_are_left_and_flex_attention_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rlpipe")
-    right = fused.Fused.__call__
+    right = fused.Replaced.__call__
 
-    def wrong(self: fused.Fused, *given: object, **named: object) -> object:
+    def wrong(self: fused.Replaced, *given: object, **named: object) -> object:
         out = right(self, *given, **named)
         return out if fused._PLAIN or not isinstance(out, Tensor) else out * 1.5
 
-    monkeypatch.setattr(fused.Fused, "__call__", wrong)
+    monkeypatch.setattr(fused.Replaced, "__call__", wrong)
     trainer = load(tmp_path, monkeypatch)
     assert trainer.resident is not None and not uses_fused(trainer.resident.policy.lm)
     assert "norms and MLPs are computed as its own code has them" in caplog.text
@@ -118,16 +118,16 @@ def test_those_that_give_something_else_are_left_and_flex_attention_stays(
 @pytest.mark.slow
 def test_a_backward_pass_that_no_kernel_has_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it left in sharded weights would be added to the first gradient."""
-    right = fused.Fused.__call__
+    right = fused.Replaced.__call__
 
-    def without_backward(self: fused.Fused, *given: object, **named: object) -> object:
+    def without_backward(self: fused.Replaced, *given: object, **named: object) -> object:
         out = right(self, *given, **named)
         return out if fused._PLAIN or not isinstance(out, Tensor) else NoRoom.apply(out)
 
-    monkeypatch.setattr(fused.Fused, "__call__", without_backward)
+    monkeypatch.setattr(fused.Replaced, "__call__", without_backward)
     with pytest.raises(UserError, match=r"qwen3 has no gradient here .*OutOfResources"):
         load(tmp_path, monkeypatch)
-    assert not isinstance(modeling_qwen3.apply_rotary_pos_emb, fused.Fused), (
+    assert not isinstance(modeling_qwen3.apply_rotary_pos_emb, fused.Replaced), (
         "others of its family in this process would use it"
     )
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from rlpipe.models.flex import use_flex
 from rlpipe.models.small import VOCABULARY, small_config, small_model
 from rlpipe.trainer import flops
-from rlpipe.trainer.flops import Work, flex_tokens, forward_flops, mfu, peak_flops, work_of
+from rlpipe.trainer.flops import Work, attention_tokens, forward_flops, mfu, peak_flops, work_of
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.probe_rows import behind, sequence
 from rlpipe.trainer.trainer import Trainer
@@ -50,12 +50,12 @@ def test_experts_count_where_tokens_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward_flops(policy, work) is None
 
 
-def test_flex_tokens_is_the_length_at_which_what_is_seen_costs_as_much_as_all_else() -> None:
+def test_attention_tokens_is_the_length_at_which_what_is_seen_costs_as_much_as_all_else() -> None:
     """Its causal half; without flex_attention, which computes no more, there is no such length."""
     policy = PolicyModel(small_model(small_config(AutoConfig.for_model("qwen3"))))
-    assert flex_tokens(policy) is None
+    assert attention_tokens(policy) is None
     use_flex(policy.lm)
-    length = flex_tokens(policy)
+    length = attention_tokens(policy)
     assert length is not None and 10 < length < 10_000
     layers, attention = (forward_flops(policy, Work(*work)) for work in ((1, 0, 0), (0, 0, 1)))
     assert layers is not None and attention is not None

@@ -110,19 +110,19 @@ def steps_of_groups(draw: st.DrawFn) -> list[TrainSequence]:
     ranks=st.integers(1, 3),
     tokens_max=st.integers(60, 600),
     padding=st.integers(0, 3),
-    flex_tokens=st.sampled_from([None, 40.0, 8000.0]),
+    attention_tokens=st.sampled_from([None, 40.0, 8000.0]),
 )
 def test_where_prompts_are_shared_each_token_is_predicted_from_what_stands_before_it_in_its_own_sequence(
-    sequences: list[TrainSequence], ranks: int, tokens_max: int, padding: int, flex_tokens: float | None
+    sequences: list[TrainSequence], ranks: int, tokens_max: int, padding: int, attention_tokens: float | None
 ) -> None:
-    texts, plans = plan_texts(sequences, ranks, tokens_max, Rows.SHARED, 1, flex_tokens)
+    texts, plans = plan_texts(sequences, ranks, tokens_max, Rows.SHARED, 1, attention_tokens)
     assert [id(sequence) for text in texts for sequence in text] == [id(sequence) for sequence in sequences]
-    alone, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED, 1, flex_tokens)
+    alone, apart = plan_texts(sequences, ranks, tokens_max, Rows.PACKED, 1, attention_tokens)
     costs = [
         cost(
             plan,
             [*map(text_tokens, placed)],
-            [text_pairs(text) / flex_tokens for text in placed] if flex_tokens else None,
+            [text_pairs(text) / attention_tokens for text in placed] if attention_tokens else None,
         )
         for placed, plan in ((texts, plans), (alone, apart))
     ]
@@ -191,8 +191,8 @@ def test_with_flex_attention_a_prompt_is_computed_once(
             scored = np.arange(prompt, len(tokens))
             sequences.append(sequence_of(tokens, scored, num_shared=prompt))
     found = []
-    for flex_tokens in (None, 24641.0):  # of a model of 4B parameters
-        texts, plans = plan_texts(sequences, 1, 16384, Rows.SHARED, 1, flex_tokens)
+    for attention_tokens in (None, 24641.0):  # of a model of 4B parameters
+        texts, plans = plan_texts(sequences, 1, 16384, Rows.SHARED, 1, attention_tokens)
         lengths = [*map(text_tokens, texts)]
         found.append(sum(num_slots for num_slots, _ in shapes(plans, lengths)))
     assert found == [dense, flex]

@@ -1,0 +1,150 @@
+"""Attention over pieces beside the attention of a model's own code: the same logprobs and gradients
+without a mask of L x L."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlpipe.checks.trial import LiveBytes
+from rlpipe.models import branched
+from rlpipe.models.branched import BranchedMask, branched_mask, use_branched, uses_branched
+from rlpipe.models.flex import texts_of
+from rlpipe.models.fused import uses_fused
+from rlpipe.models.masks import own_branch
+from rlpipe.trainer import selftest
+from rlpipe.trainer.batches import collate
+from rlpipe.trainer.packing import BRANCHES, Rows, TrainSequence, pack_rows, plan_texts, text_tokens
+from tests import trainer_world as world
+from tests.models.test_flex import Placed, packed, passes, shared, small_policy
+from tests.trainer.test_packing import steps_of_groups
+
+
+def seen(mask: BranchedMask, length: int) -> Tensor:
+    """The pairs of places that see each other, N x N, by the buckets of a mask."""
+    pairs = torch.zeros(length, length, dtype=torch.bool)
+    places = mask.place_N.tolist()
+    begun = 0
+    for bucket in mask.buckets:
+        pieces, queries = bucket.query_SQ.shape
+        if bucket.mask is None:
+            assert bucket.key_SK.shape == bucket.query_SQ.shape
+            sees = torch.ones(queries, queries, dtype=torch.bool).tril().expand(pieces, -1, -1)
+        else:
+            short = bucket.mask.dtype is torch.float32
+            sees = (bucket.mask == 0 if short else bucket.mask).expand(pieces, -1, -1)
+        assert sees.any(-1).all(), "a softmax over nothing"
+        for piece in range(pieces):
+            for query in range(queries):
+                place = int(bucket.query_SQ[piece, query])
+                if places[place] == begun + piece * queries + query:  # else it is filling
+                    pairs[place, bucket.key_SK[piece][sees[piece, query]]] = True
+        begun += pieces * queries
+    return pairs
+
+
+@given(
+    sequences=steps_of_groups(), tokens_max=st.integers(60, 400), padding=st.integers(0, 3),
+    window=st.sampled_from([1, 3, 8, 1000]), bucket_pairs=st.sampled_from([0, 50, 4096]),
+    product_pairs=st.sampled_from([0, 200, 2**15]),
+)  # fmt: skip
+def test_a_token_sees_the_earlier_ones_of_its_branch_and_of_its_prompt(
+    sequences: list[TrainSequence], tokens_max: int, padding: int, window: int, bucket_pairs: int, product_pairs: int
+) -> None:
+    texts, (plan,) = plan_texts(sequences, 1, tokens_max, Rows.SHARED, 1, 40.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branched, "BUCKET_PAIRS", bucket_pairs)
+        patch.setattr(branched, "PRODUCT_PAIRS", product_pairs)
+        for rows in filter(None, plan):
+            batch = collate(texts, rows, padding)
+            positions = batch.positions_RL
+            own = texts_of(positions) * BRANCHES if batch.branch_RL is None else batch.branch_RL
+            first = positions - window + 1
+            pairs = seen(branched_mask(own, own // BRANCHES * BRANCHES, positions, first), positions.numel())
+            order = torch.arange(positions.shape[1])
+            expected = own_branch(own, BRANCHES) & (order[None, :, None] >= order[None, None, :])
+            expected &= positions[:, None, :] >= first[:, :, None]
+            expected |= torch.eye(positions.shape[1], dtype=torch.bool)
+            for row, (row_pairs, row_expected) in enumerate(zip(pairs.split(len(order)), expected, strict=True)):
+                inside = row_pairs[:, row * len(order) : (row + 1) * len(order)]
+                assert int(inside.sum()) == int(row_pairs.sum()), "it sees another row"
+                number = sum(text_tokens(texts[index]) for index in rows[row])  # behind it padding
+                assert torch.equal(inside[:number], row_expected[:number])
+
+
+def test_a_shared_prompt_costs_what_is_seen_and_little_more() -> None:
+    """64 completions of about 60 tokens of 8 prompts of about 200, in one row: the pairs that are
+    computed, beside those that are seen, and those of a mask."""
+    random = np.random.default_rng(0)
+    texts = []
+    for _ in range(8):
+        prompt = random.integers(1, 99, random.integers(180, 220))
+        bodies = [random.integers(1, 99, random.integers(30, 61)) for _ in range(8)]
+        whole = [np.concatenate([prompt, body]) for body in bodies]
+        texts.append([
+            TrainSequence(prompt, tokens[len(prompt):], np.ones(len(tokens) - len(prompt), np.int8),
+                          np.zeros(0, np.float32), len(tokens) - len(prompt)) for tokens in whole
+        ])  # fmt: skip
+    batch = collate(texts, [[*range(len(texts))]])
+    own, positions = batch.branch_RL, batch.positions_RL
+    assert own is not None
+    with LiveBytes([]) as live:
+        mask = branched_mask(own, own // BRANCHES * BRANCHES, positions, torch.zeros_like(positions))
+    computed = sum(len(bucket.query_SQ) * bucket.query_SQ.shape[1] * bucket.key_SK.shape[1] for bucket in mask.buckets)
+    needed = int((own_branch(own, BRANCHES)[0] & (positions[0, None, :] <= positions[0, :, None])).sum())
+    assert needed < computed < 2 * needed < positions.numel() ** 2 / 10
+    assert live.most < positions.numel() ** 2, "a mask of L x L would be four times as much"
+    assert pack_rows([0], [5], 9) == [[0]]
+
+
+# plain, windows, windows of some layers, chunks of some layers
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow)
+                          for name in ("qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "llama4_text"))]
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [packed, shared])
+@pytest.mark.parametrize("by_products", [True, False])
+def test_logprobs_and_gradients_are_those_of_the_models_own_attention(
+    family: str, rows: Callable[[], Placed], by_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branched, "PRODUCT_PAIRS", 2**30 if by_products else 0)
+    # the product of experts has no float64; logprobs are float32 in any case
+    policy = small_policy(family, torch.float32 if family == "qwen3_moe" else torch.float64)
+    batch = collate(*rows())
+    own = batch
+    # with our mask: transformers 5.17 counts chunks from the beginning of the row
+    if family == "llama4_text" and batch.branch_RL is None:
+        own = replace(batch, branch_RL=texts_of(batch.positions_RL) * BRANCHES)
+    expected, expected_gradient = passes(policy, own)
+    use_branched(policy.lm)
+    logprobs, gradient = passes(policy, batch)
+    assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6
+    assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bloom", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_a_family_with_another_attention_keeps_its_own(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rlpipe")
+    policy = small_policy(family)
+    own = policy.lm.config._attn_implementation
+    rows = selftest.proven_rows(world.one_rank(tmp_path), policy)
+    assert uses_branched(policy.lm) == uses_fused(policy.lm) == (family == "qwen3")
+    assert rows is (Rows.SINGLE if family == "bloom" else Rows.SHARED)
+    assert family == "qwen3" or policy.lm.config._attn_implementation == own
+
+
+def test_a_layer_that_needs_more_than_a_mask_is_refused() -> None:
+    query, key, value = torch.zeros(3, 1, 1, 2, 4)
+    with pytest.raises(ValueError, match=r"takes no mask of pieces, or more than a mask \(\['s_aux'\]\)"):
+        branched.attend(torch.nn.Identity(), query, key, value, torch.zeros(1, 1, 2, 2), s_aux=torch.zeros(1))
