@@ -129,17 +129,17 @@ def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, in
 
 
 def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
-    engines = config.engines
+    engines, width = config.engines, BYTES[config.model.dtype]
     if engines.gpu_ids:
-        share, width = len(engines.gpu_ids) // engines.count, BYTES[config.model.dtype]
+        share = len(engines.gpu_ids) // engines.count
         assert share > 0, "the rules refuse an engine without a GPU"
         weights, token = sizes.parameters * width / share / GIB, sizes.kv_token * width / share / 2**10
         return (
             f"memory per engine GPU, estimated: weights {weights:.2f} GiB, the rest is KV cache, {token:.1f} KiB a"
             " token"
         )
-    # float32 weights, and keys and values of all places at the longest context
-    weights, token = (part * BYTES["float32"] / GIB for part in (sizes.parameters, sizes.kv_token))
+    # weights, and keys and values of all places at the longest context
+    weights, token = (part * width / GIB for part in (sizes.parameters, sizes.kv_token))
     cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
     return (
         f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"

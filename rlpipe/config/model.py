@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 from rlpipe.config.affects import Added
 from rlpipe.config.operational import STRICT, TOKENS_MAX
 
+Dtype = Literal["float32", "bfloat16"]
+
 
 class ModelConfig(BaseModel, **STRICT):
     """The model that training starts from: a model in HF format, or a new Qwen3 of the given
@@ -27,8 +29,12 @@ class ModelConfig(BaseModel, **STRICT):
         le=TOKENS_MAX,
         description="Longest prompt + completion, or conversation, in tokens; longer ones are truncated, and counted",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Number type of the forward and backward pass"
+    dtype: Dtype = Field(
+        default="float32",
+        description=(
+            "Number type of the forward and backward pass, of the engines and of saved policies; master weights and"
+            " moments are float32"
+        ),
     )
     hidden_size: int = Field(
         default=128,

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.checks.trial import rows_of
+from rlpipe.config.model import Dtype
 from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.models.causal import empty_model, hf_config, probe_tokens, restore_buffers, small_windows
 from rlpipe.models.small import small_config, small_model
@@ -281,12 +283,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
+@pytest.mark.parametrize("dtype", get_args(Dtype))
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
-def test_logits_do_not_depend_on_the_neighbours(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_logits_do_not_depend_on_the_neighbours(family: str, dtype: Dtype, folder_of: Callable[[str], Path]) -> None:
     """Also of models with experts, where the number of an expert's tokens depends on
     all that are computed together."""
     with torch.inference_mode():
-        model = LocalModel(str(folder_of(family)), "cpu")
+        model = LocalModel(str(folder_of(family)), "cpu", dtype=dtype)
         prompts = [tuple(range(seed, seed + 20)) for seed in (3, 20, 31, 40)]
         blocks = [model.prefill(chosen, 32) for chosen in (prompts, [prompts[0], prompts[3]], prompts[:1])]
         assert all(torch.equal(block.logits_RV[0], blocks[0].logits_RV[0]) for block in blocks)

@@ -33,7 +33,8 @@ class LocalKind(EngineKind):
             "--threads", str(config.engines.threads),
             "--context-tokens-max", str(config.model.context_tokens_max),
             "--requests-max", str(config.engines.in_flight_max),
-            "--device", "cuda" if config.engines.gpu_ids else "cpu", *listen,
+            "--device", "cuda" if config.engines.gpu_ids else "cpu",
+            "--dtype", config.model.dtype, *listen,
         ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, UntypedStorage
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from rlpipe.base.errors import StoreError, UserError
+from rlpipe.config.model import Dtype
 from rlpipe.extras.local_engine.recorded import Recorded
 from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
@@ -41,7 +42,7 @@ SLOTS_MIN, SLOTS_MAX = 16, 128
 KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
 SCORE_ROWS = 32
 PROVEN_PROMPT, PROVEN_TOKENS = 13, 24
-DIFFERENCE_MAX, DIFFERENCE_MAX_COARSE = 1e-3, 0.3  # of logprobs, in float32 and in fewer bits
+DIFFERENCE_MAX = {"float32": 1e-3, "bfloat16": 0.3}  # of logprobs
 # differ between folders of one architecture without changing what is computed
 CONFIG_FREE = {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures",
                "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
@@ -105,9 +106,12 @@ class SlotCache:
 
 
 class LocalModel:
-    """A causal language model in eval mode, and the folder that its weights came from."""
+    """A causal language model in eval mode, and the folder that its weights came from.
 
-    def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX) -> None:
+    `dtype`: of weights, products, keys and values, whatever the folder's; logits become float32.
+    """
+
+    def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX, dtype: Dtype = "float32") -> None:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
@@ -118,13 +122,11 @@ class LocalModel:
         self.vocab_size: int = text_config.vocab_size
         self.positions_max: int = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self.device = torch.device(device)
-        # on a CPU bf16 is both slower and coarser than fp32
-        dtype: torch.dtype = (
-            torch.float32 if device == "cpu" else getattr(torch, str(config.dtype or "bfloat16").removeprefix("torch."))
-        )
         # one product a token: in a product of all tokens of an expert, a token's
         # bits depend on how many there are
-        self.lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+        self.lm: Any = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), experts_implementation="batched_mm"
+        )
         self.lm = self.lm.eval().requires_grad_(False)
         use_fast_linears(self.lm)
         self._load(folder)
@@ -139,7 +141,7 @@ class LocalModel:
             worst = self._difference()
         except (UserError, *MODEL_FAULTS) as error:
             raise self._refused(f"{error!s:.200}") from error
-        if not worst <= (DIFFERENCE_MAX if dtype is torch.float32 else DIFFERENCE_MAX_COARSE):  # a nan is not
+        if not worst <= DIFFERENCE_MAX[dtype]:  # a nan is not
             raise self._refused(f"its logprobs would be off by {worst:.2g}")
 
     @property

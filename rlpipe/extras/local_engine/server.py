@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler
 
 from rlpipe import __version__
 from rlpipe.base.errors import UserError
+from rlpipe.config.model import Dtype
 from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.secrecy import key_fits
 from rlpipe.extras.local_engine import protocol
@@ -260,6 +261,7 @@ def main(
     context_tokens_max: Annotated[int, typer.Option(help="Longest prompt + completion, tokens.")] = 2048,
     requests_max: Annotated[int, typer.Option(help="Requests that come at once; fewer make a step faster.")] = 128,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model computes.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="Number type of the forward pass.")] = "float32",
 ) -> None:
     """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until
     SIGTERM or SIGINT. Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment.
@@ -284,7 +286,7 @@ def main(
 
         torch.set_num_threads(threads)
         with torch.inference_mode():
-            model = LocalModel(model_path, device, requests_max)
+            model = LocalModel(model_path, device, requests_max, dtype)
         if context_tokens_max > model.positions_max:
             raise UserError(f"context_tokens_max={context_tokens_max}: this model has {model.positions_max} positions")
     except UserError as error:

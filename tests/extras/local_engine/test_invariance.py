@@ -7,13 +7,14 @@ import asyncio
 import functools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpipe.config.model import Dtype
 from rlpipe.extras.local_engine.model import LocalModel
 from rlpipe.extras.local_engine.protocol import ModelLimits, parse_generate
 from rlpipe.extras.local_engine.scheduler import POOLS_MAX, Scheduler
@@ -40,15 +41,15 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
 
 
 @functools.cache
-def local_model(device: str) -> LocalModel:
+def local_model(device: str, dtype: Dtype = "float32") -> LocalModel:
     with torch.inference_mode():
-        return LocalModel(str(tiny_model(0)), device)
+        return LocalModel(str(tiny_model(0)), device, dtype=dtype)
 
 
-def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any]:
+def run_together(chosen: list[int], device: str, dtype: Dtype, late: int = 0) -> dict[int, Any]:
     """Runs requests on a scheduler of their own; the last `late`
     of them arrive after some steps."""
-    scheduler = Scheduler(local_model(device), "1", torch.get_num_threads())
+    scheduler = Scheduler(local_model(device, dtype), "1", torch.get_num_threads())
     calls = {}
     with torch.inference_mode():
         for place, index in enumerate(chosen):
@@ -68,9 +69,9 @@ def run_together(chosen: list[int], device: str, late: int = 0) -> dict[int, Any
 
 
 @functools.cache
-def alone(threads: int, device: str) -> dict[int, Any]:
+def alone(threads: int, device: str, dtype: Dtype) -> dict[int, Any]:
     assert torch.get_num_threads() == threads
-    return {index: run_together([index], device)[index] for index in range(NUM_REQUESTS)}
+    return {index: run_together([index], device, dtype)[index] for index in range(NUM_REQUESTS)}
 
 
 @pytest.fixture(params=[1, 2])
@@ -81,27 +82,29 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def check_orders(threads: int, device: str, orders: list[list[int]]) -> None:
-    expected = alone(threads, device)
+def check_orders(threads: int, device: str, dtype: Dtype, orders: list[list[int]]) -> None:
+    expected = alone(threads, device, dtype)
     for order in orders:
-        together = run_together(order, device, late=len(order) // 3)
+        together = run_together(order, device, dtype, late=len(order) // 3)
         for index in order:
             assert together[index] == expected[index], f"request {index} differs in {order}"
 
 
 @pytest.mark.slow
-def test_any_order_gives_the_same_bits(threads: int) -> None:
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_any_order_gives_the_same_bits(threads: int, dtype: Dtype) -> None:
     orders = [random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS) for seed in range(2)]
-    check_orders(threads, "cpu", orders)
+    check_orders(threads, "cpu", dtype, orders)
 
 
+@pytest.mark.parametrize("dtype", get_args(Dtype))
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, NUM_REQUESTS - 1), min_size=1, unique=True))
-def test_any_company_gives_the_same_bits(order: list[int]) -> None:
+@given(order=st.lists(st.integers(0, NUM_REQUESTS - 1), min_size=1, unique=True))
+def test_any_company_gives_the_same_bits(dtype: Dtype, order: list[int]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        check_orders(1, "cpu", [order])
+        check_orders(1, "cpu", dtype, [order])
     finally:
         torch.set_num_threads(before)
 
@@ -142,6 +145,7 @@ def test_without_a_seed_completions_differ() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_any_order_gives_the_same_bits_on_cuda() -> None:
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_any_order_gives_the_same_bits_on_cuda(dtype: Dtype) -> None:
     orders = [random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS) for seed in range(3)]
-    check_orders(torch.get_num_threads(), "cuda", orders)
+    check_orders(torch.get_num_threads(), "cuda", dtype, orders)
