@@ -17,28 +17,6 @@ NOT_HERE: dict[str, dict[str, str]] = {
             "`make test` is a quarter of an hour of tests"
         ),
     },
-    "docs/benchmarks.md": {
-        ".venv/bin/python benchmarks/compare_trl.py": "TRL's own environment (1.6 GB), and many minutes of training",
-        **dict.fromkeys(
-            (
-                f".venv/bin/python benchmarks/{name}.py"
-                for name in (
-                    "trainer",
-                    "overlap",
-                    "flow_process",
-                    "growth",
-                    "store",
-                    "store_reads",
-                    "queries",
-                    "view",
-                    "weights",
-                    "fetching",
-                    "environments",
-                )
-            ),
-            "minutes of measuring, on a machine that does nothing else",
-        ),
-    },
     "docs/cluster.md": dict.fromkeys(
         ("install -m 600", "for kind in", "docker", "scripts/install.sh", "(scrontab", "PATH=", "RLPIPE_ADDRESS="),
         "project/test_docs_cluster.py holds each command of the page to a test, or to why it cannot run here",
