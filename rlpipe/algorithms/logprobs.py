@@ -6,9 +6,11 @@ Legend: N positions whose next token is scored, H hidden size, V vocabulary, C p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.algorithms.fused_scores import fused_scores
@@ -62,8 +64,39 @@ def chunked_logprobs(
 
 
 def scores_of(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets and entropies, fp32, by unfused operations."""
+    """Logprobs of the targets and entropies, fp32, for CPUs."""
+    if not entropy_trained:
+        return _LeanScores.apply(logits_CV, targets_C, temperature)  # pyright: ignore[reportReturnType]
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
     # before the gather: the order in which gradients are summed affects the bits
-    entropy_C = entropy(logprobs_CV if entropy_trained else logprobs_CV.detach())
+    entropy_C = entropy(logprobs_CV)
     return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C
+
+
+class _LeanScores(torch.autograd.Function):
+    """Logprobs, and entropies without gradient, in the fewest passes over C x V numbers."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        scaled_CV = logits_CV.float() if temperature == 1 else logits_CV.float() / temperature
+        logprobs_CV = torch.log_softmax(scaled_CV, dim=-1)
+        logprobs_C = logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+        shares_CV = logprobs_CV.exp()
+        entropy_C = -logprobs_CV.mul_(shares_CV).sum(-1)
+        ctx.save_for_backward(shares_CV, targets_C)
+        ctx.temperature, ctx.dtype = temperature, logits_CV.dtype
+        ctx.mark_non_differentiable(entropy_C)
+        return logprobs_C, entropy_C
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, by_logprob_C: Tensor, _by_entropy_C: Tensor
+    ) -> tuple[Tensor, None, None]:
+        shares_CV, targets_C = ctx.saved_tensors
+        slope_C1 = (by_logprob_C / ctx.temperature)[:, None]
+        # in place: a second backward pass, which nothing here does, would be refused by torch
+        slopes_CV = shares_CV.mul_(-slope_C1).scatter_add_(-1, targets_C[:, None], slope_C1)
+        return slopes_CV.to(ctx.dtype), None, None

@@ -86,8 +86,8 @@ def branched_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_R
             np.minimum(part_places, place_N.size - 1)
             for part_places in (query_SQ, np.concatenate([shared_SP, query_SQ], 1))
         ]
-        mask = _mask(part, places, positions, first)
-        buckets.append(PieceBatch(*map(torch.from_numpy, places), None if mask is None else torch.from_numpy(mask)))
+        mask, (query, key) = _mask(part, places, positions, first), map(torch.from_numpy, places)
+        buckets.append(PieceBatch(query, key, None if mask is None else torch.from_numpy(mask)))
     made = torch.empty((len(own_RL), 1, 1, 1)).as_subclass(BranchedMask)
     made.buckets, made.place_N = buckets, torch.from_numpy(place_N)
     return made

@@ -74,9 +74,13 @@ class Masks:
         own_RL = texts_of(positions_RL) * branches if branch_RL is None else branch_RL
         if not (self._flex or self._branched):
             return self.of(positions_RL[:, :, None], positions_RL[:, None, :], own_branch(own_RL, branches))
-        root_RL, make = own_RL // branches * branches, block_mask if self._flex else branched_mask
-        masks = {kind: make(own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
-        return masks if self.named else masks[self.kinds[0]]
+        root_RL = own_RL // branches * branches
+        by_kind = {kind: (own_RL, root_RL, positions_RL, self._first(kind, positions_RL)) for kind in self.kinds}
+        if self._flex:
+            blocks = {kind: block_mask(*given) for kind, given in by_kind.items()}
+            return blocks if self.named else blocks[self.kinds[0]]
+        pieces: dict[str, Tensor] = {kind: branched_mask(*given) for kind, given in by_kind.items()}
+        return pieces if self.named else pieces[self.kinds[0]]
 
     def _visible(self, kind: str, query_RQ1: Tensor, key_K: Tensor) -> Tensor:
         visible = key_K <= query_RQ1

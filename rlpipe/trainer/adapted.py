@@ -16,7 +16,7 @@ from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PR
 from rlpipe.store.documents import sealed
 from rlpipe.store.policy_files import base_of
 from rlpipe.trainer.documents import json_bytes
-from rlpipe.trainer.model import adapter_rows, fill
+from rlpipe.trainer.model import adapter_rows, fill, whole_tensor
 from rlpipe.trainer.publishing import publish_bytes
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident
@@ -29,9 +29,7 @@ def save_adapter(ranks: Ranks, resident: Resident, folder: Path, documents: dict
     adapted, dtype = resident.policy.adapted, getattr(torch, ranks.options.dtype)
     assert adapted is not None, "the policy is whole"
     # gathered by all ranks; cloned, as with one rank they are views of the live weights
-    whole = {
-        PREFIX + name: shard.full_tensor().detach().to(dtype).cpu().clone() for name, shard in resident.policy.trained()
-    }
+    whole = {PREFIX + name: whole_tensor(shard, dtype).cpu().clone() for name, shard in resident.policy.trained()}
     records: list[FileRecord] = []
     with ranks.together():
         if ranks.rank == 0:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
@@ -120,13 +120,14 @@ class PolicyModel(nn.Module):
             logits_LV = self.lm(input_ids=tokens_L[None], **given).logits[0, :-1].float()
         return torch.log_softmax(logits_LV, dim=-1).gather(-1, tokens_L[1:, None]).squeeze(-1)
 
-    def shards(self) -> Iterator[tuple[str, DTensor]]:
-        """Yields (name in the language model, sharded parameter); a tied parameter once."""
+    def shards(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields (name in the language model, parameter, which `own_rows` takes); a tied parameter
+        once.
+        """
         for name, parameter in self.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not sharded"
             yield name.removeprefix("lm."), parameter
 
-    def trained(self) -> Iterator[tuple[str, DTensor]]:
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The entries of `shards` that have a gradient. Some families have parameters without a
         gradient (biases of experts); in a model with an adapter only the adapter has gradients.
         """
@@ -140,6 +141,31 @@ class PolicyModel(nn.Module):
         return {name: tensor for name, tensor in tensors_of(self.lm).items() if name not in parameters}
 
 
+def own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a parameter, or of its gradient: all of them where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is saved: for a parameter that of the forward pass, for a buffer
+    its own, with which the model computes.
+    """
+    return dtype if isinstance(tensor, DTensor) else tensor.dtype
+
+
+def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(saved_as(tensor, dtype))
+
+
+def reshard(policy: PolicyModel) -> None:
+    """Frees the parameters that a forward pass without a backward pass gathered; the next optimizer
+    step would make them stale.
+    """
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+
+
 def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
     """The rows of dimension 0 that FSDP2 places on a rank, as (first, end): equal chunks, the last
     ones shorter or empty.
@@ -151,7 +177,9 @@ def row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 def build_policy(
     ranks: Ranks, config: PretrainedConfig, weights: Weights, frozen: bool = False, adapted: Adapted | None = None
 ) -> PolicyModel:
-    """Builds the sharded policy with fp32 master weights; each rank reads only its own rows.
+    """Builds the policy with fp32 master weights, sharded by FSDP; each rank reads only its own
+    rows. One rank that computes in fp32 as well has nothing to gather or to cast: without FSDP,
+    which would copy every weight and gradient, it computes the same bits.
 
     A `frozen` model, and the base of an adapter, is kept in the dtype of the forward pass, which
     gives the same bits. A fault while reading is raised on all ranks.
@@ -179,20 +207,38 @@ def build_policy(
     for parameter in policy.parameters() if frozen or adapted else []:
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in layers_of(lm):
-        if ranks.options.trainer.activation_checkpointing:
-            recompute(layer)
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision)
-    register_fsdp_forward_method(policy, "plain_logprobs")
-    policy.to_empty(device=ranks.device)
+    layers = layers_of(lm)
+    for layer in layers if ranks.options.trainer.activation_checkpointing else []:
+        recompute(layer)
+    if ranks.size > 1 or dtype is not torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for module in (*layers, policy):
+            fully_shard(module, mesh=ranks.mesh, mp_policy=precision)
+        register_fsdp_forward_method(policy, "plain_logprobs")
+        policy.to_empty(device=ranks.device)
+    else:
+        give_memory(policy, ranks.device)
     with ranks.together(), torch.no_grad():
         restore_buffers(lm)
-        fill(ranks, policy.shards(), [parameter.to_local() for _, parameter in policy.shards()], read_rows)
+        fill(ranks, policy.shards(), [own_rows(parameter) for _, parameter in policy.shards()], read_rows)
         for name, buffer in policy.kept_buffers().items():
             buffer.copy_(read_rows(name, [*buffer.shape], 0, len(buffer) if buffer.ndim else 1))
     return policy
+
+
+def give_memory(policy: PolicyModel, device: torch.device) -> None:
+    """Replaces the tensors of the meta device by empty ones. A parameter that stands at several
+    places stays one, which torch's `to_empty` keeps only where FSDP has sharded it.
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in policy.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, made.setdefault(buffer, torch.empty_like(buffer, device=device)))
 
 
 def layers_of(lm: Any) -> list[nn.Module]:
@@ -215,7 +261,7 @@ def recompute(layer: nn.Module) -> None:
 
 
 def fill(
-    ranks: Ranks, parameters: Iterable[tuple[str, DTensor]], tensors: Iterable[Tensor], read_rows: ReadRows
+    ranks: Ranks, parameters: Iterable[tuple[str, nn.Parameter]], tensors: Iterable[Tensor], read_rows: ReadRows
 ) -> None:
     """Reads this rank's rows of parameters, or of a moment of each, into `tensors`."""
     for (name, parameter), tensor in zip(parameters, tensors, strict=True):

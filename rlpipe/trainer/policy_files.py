@@ -14,13 +14,13 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
 from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
 from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.model import saved_as, whole_tensor
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
@@ -92,18 +92,6 @@ def save_policy(ranks: Ranks, resident: Resident, job: SaveJob, folder: str) -> 
         if ranks.leads_node:
             writer.keep()
     return saved
-
-
-def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor is saved: for a parameter that of the forward pass, for a buffer
-    its own, with which the model computes.
-    """
-    return dtype if isinstance(tensor, DTensor) else tensor.dtype
-
-
-def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(saved_as(tensor, dtype))
 
 
 def _gathered(

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from rlpipe.trainer.batches import collate
-from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.model import PolicyModel, reshard
 from rlpipe.trainer.packing import Rows, TrainSequence, sequence_of, text_tokens
 
 LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed every attention window of the test
@@ -34,7 +33,7 @@ def own_logprobs(policy: PolicyModel, sequences: Sequence[TrainSequence], device
     sequence.
     """
     logprobs = [policy.plain_logprobs(torch.from_numpy(sequence.tokens).to(device)).cpu() for sequence in sequences]
-    _reshard(policy)
+    reshard(policy)
     return logprobs
 
 
@@ -67,13 +66,8 @@ def row_logprobs(
             branch_RL=microbatch.branch_RL,
         )
     if not gradient:
-        _reshard(policy)
+        reshard(policy)
     return list(logprobs_N.cpu().split([sequence.num_scored for sequence in sequences]))
-
-
-def _reshard(policy: PolicyModel) -> None:
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
 
 
 def behind(prompt: np.ndarray, text: TrainSequence) -> TrainSequence:

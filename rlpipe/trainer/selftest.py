@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlpipe.base.errors import UserError
 from rlpipe.models.branched import supports_branched, use_branched
@@ -21,7 +20,7 @@ from rlpipe.models.context_parallel import uses_context_group
 from rlpipe.models.flex import leave_attention, leave_flex, own_attention, try_kernels, use_flex, uses_flex
 from rlpipe.models.fused import as_written, leave_fused, use_fused, uses_fused
 from rlpipe.models.passes import use_passes
-from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.model import PolicyModel, own_rows
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.probe_rows import LENGTHS, behind, own_logprobs, row_logprobs, sequence, settle
 from rlpipe.trainer.ranks import Ranks
@@ -280,7 +279,7 @@ def _gradients(ranks: Ranks, policy: PolicyModel, texts: list[TrainSequence], ro
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
     policy.zero_grad(set_to_none=True)
-    return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+    return [own_rows(one) for one in gradients]
 
 
 def prove(policy: PolicyModel, device: torch.device) -> Proof:

@@ -31,7 +31,8 @@ from rlpipe.base.references import FileRecord
 from rlpipe.models.checkpoint import LENGTH_BYTES, hub_tensors, tensors_of
 from rlpipe.records.sending import Offer, TensorBucket
 from rlpipe.trainer.jobs import JobResult, OfferJob, SendJob
-from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of, saved_as, whole_tensor
+from rlpipe.trainer.model import saved_as, whole_tensor
+from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident
 

@@ -38,6 +38,7 @@ from rlpipe.trainer.model import (
     fill,
     load_policy,
     new_weights,
+    own_rows,
     row_range,
     stored_file,
     whole_weights,
@@ -275,7 +276,7 @@ def _own_rows(ranks: Ranks, resident: Resident) -> dict[str, Tensor]:
     """
     policy, whole = resident.policy, resident.policy.adapted is None
     shards = policy.shards() if whole else policy.trained()
-    tensors = {f"param/{name}": shard.to_local().detach().cpu().contiguous() for name, shard in shards}
+    tensors = {f"param/{name}": own_rows(shard).detach().cpu().contiguous() for name, shard in shards}
     for name, buffer in policy.kept_buffers().items() if whole else ():
         start, end = row_range(len(buffer) if buffer.ndim else 1, ranks.part, ranks.parts)
         tensors[f"param/{name}"] = (buffer if buffer.ndim else buffer[None])[start:end].cpu().clone()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from rlpipe.base.errors import StepRefused
@@ -21,7 +20,7 @@ from rlpipe.config.training import BETA1, OptimizerConfig
 from rlpipe.records.rollout import TokenGaps
 from rlpipe.trainer.batches import Microbatch, collate
 from rlpipe.trainer.flops import Work, attention_tokens, work_of
-from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.model import PolicyModel, own_rows, reshard
 from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
 from rlpipe.trainer.ranks import Ranks
@@ -84,19 +83,17 @@ class Resident:
         the loss does not depend on (an image tower).
         """
         return [
-            (
-                torch.zeros_like(parameter.to_local())  # pyright: ignore[reportAttributeAccessIssue]
-                if parameter.grad is None
-                else parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            )
+            torch.zeros_like(own_rows(parameter), requires_grad=False)
+            if parameter.grad is None
+            else own_rows(parameter.grad)
             for _, parameter in self.policy.trained()
         ]
 
     def apply(self, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
         """Does one AdamW update with these gradients, then frees them."""
         for (name, parameter), shard in zip(self.policy.trained(), self.shards.values(), strict=True):
-            assert parameter.to_local().data_ptr() == shard.data_ptr(), (
-                f"{name}: the optimizer holds other memory than FSDP"
+            assert own_rows(parameter).data_ptr() == shard.data_ptr(), (
+                f"{name}: the optimizer holds other memory than the policy"
             )
         betas = (BETA1, settings.beta2)
         self.optimizer.param_groups[0].update(lr=rate, betas=betas, weight_decay=settings.weight_decay)
@@ -125,7 +122,7 @@ def make_resident(
     """Returns the policy with a fresh optimizer (AdamW, step 0), whose moments are on the device or
     off it, by `trainer.offload`.
     """
-    shards = {name: nn.Parameter(parameter.to_local().detach()) for name, parameter in policy.trained()}
+    shards = {name: nn.Parameter(own_rows(parameter).detach()) for name, parameter in policy.trained()}
     adamw = torch.optim.AdamW(list(shards.values()), lr=0.0, fused=True)
     away = AwayMoments(ranks, [*shards.values()]) if ranks.options.trainer.offload == "optimizer" else None
     kept = away.entries() if away else {}
@@ -205,10 +202,7 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
     A collective: every rank must pass the same number of microbatches.
     """
     logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
-    assert isinstance(policy, FSDPModule), "the policy is not sharded"
-    # frees the unsharded parameters: no backward pass does it, and the next optimizer step would
-    # make them stale
-    policy.reshard()
+    reshard(policy)
     return logprobs
 
 
@@ -227,7 +221,6 @@ def optimizer_step(
     """
     policy = resident.policy
     assert batch.num_tokens > 0 and batch.microbatches, "an empty step has no gradient"
-    assert isinstance(policy, FSDPModule), "the policy is not sharded"
     names: list[str] = []
     totals: Tensor | None = None
     for microbatch in batch.microbatches:

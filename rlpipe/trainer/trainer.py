@@ -13,7 +13,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.processes.memory import collect
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
-from rlpipe.trainer.model import load_policy
+from rlpipe.trainer.model import load_policy, own_rows
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.publishing import Publication, publication, upload
 from rlpipe.trainer.ranks import Ranks
@@ -91,7 +91,7 @@ class Trainer:
             policies += [] if reference.adapter else [reference.policy]
             yield from reference.adapter
         for policy in policies:
-            yield from (parameter.to_local() for _, parameter in policy.shards())
+            yield from (own_rows(parameter) for _, parameter in policy.shards())
             yield from policy.buffers()
         if self.resident is not None:
             yield from self.resident.held()

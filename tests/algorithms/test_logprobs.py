@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlpipe.algorithms.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs
+from rlpipe.algorithms.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs, scores_of
 from rlpipe.checks.trial import LiveBytes
 
 N, H, V = 23, 8, 50
@@ -78,7 +78,7 @@ def test_the_backward_pass_keeps_the_logits_of_a_chunk_or_two(entropy_trained: b
         assert live.now < chunk * vocabulary * 4, "while the graph is still there"
 
 
-def test_an_entropy_that_is_not_trained_changes_no_bit() -> None:
+def test_an_entropy_that_is_not_trained_changes_no_logprob_and_no_gradient() -> None:
     found: list[tuple[Tensor, ...]] = []
     for entropy_trained in (True, False):
         hidden, targets, head = setup()
@@ -88,10 +88,32 @@ def test_an_entropy_that_is_not_trained_changes_no_bit() -> None:
         logprobs.sum().backward()
         assert hidden.grad is not None and head.weight.grad is not None
         found.append((logprobs, entropy, hidden.grad, head.weight.grad))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    (logprobs, entropy, *trained), (own_logprobs, own_entropy, *own) = found
+    assert torch.equal(logprobs, own_logprobs) and torch.equal(entropy, own_entropy)
+    for pair in zip(trained, own, strict=True):  # by other operations
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-7)
 
 
 def test_no_position_is_an_empty_answer() -> None:
     hidden, targets, head = setup()
     logprobs, entropy = chunked_logprobs(hidden[:0], targets[:0], head, chunk=4)
     assert logprobs.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_without_that_of_the_entropy_are_those_of_float64(temperature: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits, targets = (4 * torch.randn(N, V)).to(dtype).requires_grad_(), torch.randint(0, V, (N,))
+    by_logprob = torch.randn(N)
+    logprobs, entropy = scores_of(logits, targets, temperature, entropy_trained=False)
+    (slopes,) = torch.autograd.grad(logprobs, logits, by_logprob)
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.log_softmax(exact / temperature, -1).gather(-1, targets[:, None]).squeeze(-1)
+    (expected_slopes,) = torch.autograd.grad(expected, exact, by_logprob.double())
+    assert slopes.dtype is dtype and not entropy.requires_grad
+    torch.testing.assert_close(
+        slopes, expected_slopes.to(dtype), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6
+    )
+    with torch.no_grad():
+        assert all(map(torch.equal, scores_of(logits, targets, temperature, False), (logprobs, entropy)))
