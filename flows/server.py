@@ -42,6 +42,12 @@ DEFAULTS = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
 }
+# of a server that ends with its run: nobody makes a block or an automation there, and the blocks of
+# all installed collections took a second of its start
+OWN_DEFAULTS = {
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # by which it compares the blocks with the last start's
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+}
 
 
 def set_defaults() -> None:
@@ -103,7 +109,11 @@ def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
         argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
         log_path=log_dir / "prefect-server.log",
         ready=lambda: answers(f"{url}/health"),
-        environment={"PREFECT_API_URL": url, **(environment_of(database) if database else {})},
+        environment={
+            **{name: os.environ.get(name, value) for name, value in OWN_DEFAULTS.items()},
+            "PREFECT_API_URL": url,
+            **(environment_of(database) if database else {}),
+        },
     )
     try:
         with creating(database) if database else contextlib.nullcontext():
