@@ -19,6 +19,7 @@ import typer
 from flows import PRESETS
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
 from flows.database import own_database
+from flows.early_server import EarlyServer, server_beside
 from flows.printing import echo, echo_all, fail
 from flows.server import run_flow, running_server, set_defaults
 from rlpipe.base.errors import StoreError, UserError
@@ -66,8 +67,9 @@ def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
     config = config_of(source, sets, run)
     if not config.run:
         config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
-    preflight_of(config)
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config)
+        run_to_end(config, early)
 
 
 def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None:
@@ -92,8 +94,9 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
         echo(
             f"run {run} has already done {done}; for more iterations: {way_to_resume(config)} --set rl.num_iterations=N"
         )
-    preflight_of(config)
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config)
+        run_to_end(config, early)
 
 
 def fork_command(
@@ -125,10 +128,11 @@ def fork_command(
     planned = planned_fork(parent, newest, config, redo or "")
     if redo:
         check_redo(parent, newest, config, redo)
-    preflight_of(config, planned)
-    forked = fork(parent, newest, config, redo or "")
-    echo(f"run {new} is forked from {forked_from(forked)}")
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config, planned)
+        forked = fork(parent, newest, config, redo or "")
+        echo(f"run {new} is forked from {forked_from(forked)}")
+        run_to_end(config, early)
     if redo:
         echo_all(changes(forked))
 
@@ -156,26 +160,31 @@ def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
         fail(error, 2)
 
 
-def run_to_end(config: PipelineConfig) -> None:
-    """Runs the pipeline; says where its logs and pages are, and at its end what came of it."""
-    from prefect.settings import PREFECT_API_URL
+def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
+    """Runs the pipeline; says where its logs and pages are, and at its end what came of it.
 
-    from flows.terminal import log_to
+    `early`: a server that was started for it.
+    """
     from rlpipe.loop.scratch import work_dir_of
+    from rlpipe.processes.memory import importing
+
+    with importing():
+        from prefect.settings import PREFECT_API_URL
+
+        from flows.post_train import post_train
+        from flows.terminal import log_to
 
     logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
     log_to(logs)
     if not configured:
-        first = database is not None and not database.exists()
+        first = early.has_new_database or (database is not None and not database.exists())
         echo(
             "starting Prefect's server"
             f" ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
         )
-    with running_server(logs, database) as url:
+    with running_server(logs, database, early.take(database)) as url:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
         echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
-        from flows.post_train import post_train
-
         try:
             result = run_flow(post_train(config=config))
         except CommittedLate as late:
