@@ -5,6 +5,7 @@ Prefect is imported when one does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,13 +27,19 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
+from rlpipe.loop.scratch import work_dir_of
+from rlpipe.processes.memory import importing
+from rlpipe.store.backend import open_store
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import check_committed, forked_from, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.opening import find_run, fork, open_existing, planned_fork
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import AT_SFT, Run
-from rlpipe.store.run_record import last_started
+from rlpipe.store.run_record import last_started, record_key
+
+if TYPE_CHECKING:
+    from flows.ui import RunReport
 
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
@@ -165,9 +172,27 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
 
     `early`: a server that was started for it.
     """
-    from rlpipe.loop.scratch import work_dir_of
-    from rlpipe.processes.memory import importing
+    from rlpipe.trainer.process import trainer_beside
 
+    # a new run needs its trainer at once, for the base model: it imports while the flow starts
+    is_new = not open_store(config.store).exists(record_key(config.run))
+    with trainer_beside(config, work_dir_of(config)) if is_new else contextlib.nullcontext():
+        result, database = _run(config, early)
+    reason = result.get("stopped", "")
+    state = (
+        f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
+    )
+    echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
+    echo_all(result.get("before_after", []))
+    if curves := result.get("curves"):
+        echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
+    echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
+    if reason or result.get("trained_nothing"):
+        raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
+
+
+def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:
+    """The result of the pipeline, and the database of Prefect's UI, where it is ours."""
     with importing():
         from prefect.settings import PREFECT_API_URL
 
@@ -186,21 +211,10 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
         echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         try:
-            result = run_flow(post_train(config=config))
+            return run_flow(post_train(config=config)), database
         except CommittedLate as late:
             echo(f"rlpipe: {late}", err=True)
-            result = run_flow(post_train(config=config))
-    reason = result.get("stopped", "")
-    state = (
-        f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
-    )
-    echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
-    echo_all(result.get("before_after", []))
-    if curves := result.get("curves"):
-        echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
-    echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
-    if reason or result.get("trained_nothing"):
-        raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
+            return run_flow(post_train(config=config)), database
 
 
 def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:

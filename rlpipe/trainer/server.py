@@ -6,13 +6,15 @@ import sys
 
 from rlpipe.processes.launch import die_with_parent
 from rlpipe.processes.memory import importing
+from rlpipe.trainer.held import wait_until_freed
 
 
 def main(argument: str) -> None:
-    """Works as a rank of the trainer until the parent ends."""
+    """Works as a rank of the trainer, once it may, until the parent ends."""
     die_with_parent()
     with importing():
         from rlpipe.trainer.serving import work
+    wait_until_freed()
     work(argument)
 
 

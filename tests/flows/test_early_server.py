@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from flows.database import files_of
 from flows.early_server import EarlyServer, server_beside
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, until
 from tests.pipeline import BIN
 
 # data that ends the preflight when there is a file `go`, with a fault
@@ -37,13 +36,6 @@ name = "none"
 use = "rl"
 source = "refused_late:rows"
 """
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def servers(folder: Path) -> list[psutil.Process]:
@@ -70,8 +62,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        until(lambda: servers(folder) or process.poll() is not None)
-        assert process.poll() is None
+        until(lambda: servers(folder), running=process)
         yield process
     finally:
         process.kill()
