@@ -5,6 +5,7 @@ Prefect is imported when one does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,26 +13,33 @@ import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flows import PRESETS
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
 from flows.database import own_database
+from flows.early_server import EarlyServer, server_beside
 from flows.printing import echo, echo_all, fail
 from flows.server import run_flow, running_server, set_defaults
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
+from rlpipe.loop.scratch import work_dir_of
+from rlpipe.processes.memory import importing
+from rlpipe.store.backend import open_store
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import check_committed, forked_from, way_to_resume
 from rlpipe.store.lease import announce, check_free
 from rlpipe.store.opening import find_run, fork, open_existing, planned_fork
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import AT_SFT, Run
-from rlpipe.store.run_record import last_started
+from rlpipe.store.run_record import last_started, record_key
+
+if TYPE_CHECKING:
+    from flows.ui import RunReport
 
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
@@ -66,8 +74,9 @@ def run_command(source: Source, run: Name = None, sets: Sets = None) -> None:
     config = config_of(source, sets, run)
     if not config.run:
         config = config.model_copy(update={"run": f"{Path(source).stem}-{datetime.now():%Y%m%d-%H%M%S}"})
-    preflight_of(config)
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config)
+        run_to_end(config, early)
 
 
 def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None:
@@ -92,8 +101,9 @@ def resume_command(run: str, sets: Sets = None, store: StoreUrl = STORE) -> None
         echo(
             f"run {run} has already done {done}; for more iterations: {way_to_resume(config)} --set rl.num_iterations=N"
         )
-    preflight_of(config)
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config)
+        run_to_end(config, early)
 
 
 def fork_command(
@@ -125,10 +135,11 @@ def fork_command(
     planned = planned_fork(parent, newest, config, redo or "")
     if redo:
         check_redo(parent, newest, config, redo)
-    preflight_of(config, planned)
-    forked = fork(parent, newest, config, redo or "")
-    echo(f"run {new} is forked from {forked_from(forked)}")
-    run_to_end(config)
+    with server_beside(config) as early:
+        preflight_of(config, planned)
+        forked = fork(parent, newest, config, redo or "")
+        echo(f"run {new} is forked from {forked_from(forked)}")
+        run_to_end(config, early)
     if redo:
         echo_all(changes(forked))
 
@@ -156,31 +167,17 @@ def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
         fail(error, 2)
 
 
-def run_to_end(config: PipelineConfig) -> None:
-    """Runs the pipeline; says where its logs and pages are, and at its end what came of it."""
-    from prefect.settings import PREFECT_API_URL
+def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
+    """Runs the pipeline; says where its logs and pages are, and at its end what came of it.
 
-    from flows.terminal import log_to
-    from rlpipe.loop.scratch import work_dir_of
+    `early`: a server that was started for it.
+    """
+    from rlpipe.trainer.process import trainer_beside
 
-    logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
-    log_to(logs)
-    if not configured:
-        first = database is not None and not database.exists()
-        echo(
-            "starting Prefect's server"
-            f" ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
-        )
-    with running_server(logs, database) as url:
-        page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
-        echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
-        from flows.post_train import post_train
-
-        try:
-            result = run_flow(post_train(config=config))
-        except CommittedLate as late:
-            echo(f"rlpipe: {late}", err=True)
-            result = run_flow(post_train(config=config))
+    # a new run needs its trainer at once, for the base model: it imports while the flow starts
+    is_new = not open_store(config.store).exists(record_key(config.run))
+    with trainer_beside(config, work_dir_of(config)) if is_new else contextlib.nullcontext():
+        result, database = _run(config, early)
     reason = result.get("stopped", "")
     state = (
         f"was stopped: {reason}" if reason else "trained nothing" if result.get("trained_nothing") else "is complete"
@@ -192,6 +189,32 @@ def run_to_end(config: PipelineConfig) -> None:
     echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
     if reason or result.get("trained_nothing"):
         raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
+
+
+def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:
+    """The result of the pipeline, and the database of Prefect's UI, where it is ours."""
+    with importing():
+        from prefect.settings import PREFECT_API_URL
+
+        from flows.post_train import post_train
+        from flows.terminal import log_to
+
+    logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
+    log_to(logs)
+    if not configured:
+        first = early.has_new_database or (database is not None and not database.exists())
+        echo(
+            "starting Prefect's server"
+            f" ({'up to a minute the first time, to make its database' if first else 'some seconds'})"
+        )
+    with running_server(logs, database, early.take(database)) as url:
+        page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
+        echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
+        try:
+            return run_flow(post_train(config=config)), database
+        except CommittedLate as late:
+            echo(f"rlpipe: {late}", err=True)
+            return run_flow(post_train(config=config)), database
 
 
 def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:

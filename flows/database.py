@@ -35,6 +35,12 @@ def own_database(config: PipelineConfig) -> Path | None:
     named = settings.server.database.model_fields_set & {"connection_url", "driver"}
     if settings.api.url or named or "home" in settings.model_fields_set:
         return None
+    return database_of(config)
+
+
+def database_of(config: PipelineConfig) -> Path:
+    """The file for the runs of the config's store, where nothing else is named; UserError for a
+    path that is too long."""
     digest = hashlib.sha256(open_store(config.store).url.encode()).hexdigest()[:8]
     path = config.scratch_folder / FOLDER / f"{socket.gethostname()}-{digest}.db"
     if len(str(path).encode()) > PATH_BYTES_MAX:
@@ -67,13 +73,26 @@ def environment_of(path: Path) -> dict[str, str]:
     return {VARIABLE: f"sqlite+aiosqlite:///file:{quote(str(path))}?uri=true"}
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files of a database: its own, what SQLite keeps beside it, and that of `creating`."""
+    return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")), _lock_of(path)]
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
 @contextlib.contextmanager
-def creating(path: Path) -> Iterator[None]:
+def creating(path: Path, *, waits: bool = True) -> Iterator[None]:
     """Holds a lock on this file while the body starts a server: each server creates, or updates,
-    the tables as it starts.
+    the tables as it starts. `waits`: False for a BlockingIOError where another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock_of(path).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
         yield

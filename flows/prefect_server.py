@@ -13,9 +13,13 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from prefect.cli import app
-from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
-from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+from rlpipe.processes.memory import importing
+
+with importing():
+    from prefect.cli import app
+    from prefect.server.api import server  # noqa: F401  # else the command imports it
+    from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
+    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 prefect_begins = AioSqliteConfiguration.begin_transaction
 

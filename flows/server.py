@@ -42,6 +42,12 @@ DEFAULTS = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
 }
+# of a server that ends with its run: nobody makes a block or an automation there, and the blocks of
+# all installed collections took a second of its start
+OWN_DEFAULTS = {
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # by which it compares the blocks with the last start's
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+}
 
 
 def set_defaults() -> None:
@@ -81,10 +87,60 @@ def run_flow(flow: Coroutine[Any, Any, Result]) -> Result:
         raise RuntimeError(f"Prefect's server {said}. {AGAIN}") from error
 
 
+class OwnServer:
+    """A Prefect server of this process, on a free port, which ends with it.
+
+    `database`: its database file; None: where the user's settings of Prefect say.
+    """
+
+    def __init__(self, log_dir: Path, database: Path | None) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/api"
+        self.database = database
+        self._service = Service(
+            name="Prefect server",
+            argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
+            log_path=log_dir / "prefect-server.log",
+            ready=lambda: answers(f"{self.url}/health"),
+            environment={
+                **{name: os.environ.get(name, value) for name, value in OWN_DEFAULTS.items()},
+                "PREFECT_API_URL": self.url,
+                **(environment_of(database) if database else {}),
+            },
+        )
+        self._starting = contextlib.ExitStack()  # holds the lock on the database
+
+    def start(self, *, waits: bool = True) -> None:
+        """Starts it, once no other process creates the database; `waits`: False for a
+        BlockingIOError where one does."""
+        with contextlib.ExitStack() as starting:
+            if self.database:
+                starting.enter_context(creating(self.database, waits=waits))
+            self._service.start()
+            self._starting = starting.pop_all()
+
+    def wait_ready(self) -> None:
+        """Returns once it answers. RuntimeError when it does not start."""
+        with self._starting:
+            try:
+                self._service.wait_ready()
+            except RuntimeError as error:
+                if self.database is None:
+                    raise
+                raise RuntimeError(
+                    f"{error}\nIf the database is at fault, move {self.database} away: it has only what Prefect's UI"
+                    " shows of earlier runs"
+                ) from error
+
+    def stop(self) -> None:
+        with self._starting:
+            self._service.stop()
+
+
 @contextlib.contextmanager
-def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
-    """Yields the URL of the API to use: the user's server when one is configured, else a server
-    started here, on a free port, which ends with its parent.
+def running_server(log_dir: Path, database: Path | None, started: OwnServer | None = None) -> Iterator[str]:
+    """Yields the URL of the API to use: the user's server when one is configured, else a server of
+    this process, `started` already or here, which is stopped afterwards.
 
     `database`: the database file of a server started here; None: where the user's settings of
     Prefect say.
@@ -96,36 +152,16 @@ def running_server(log_dir: Path, database: Path | None) -> Iterator[str]:
     if configured:
         yield configured
         return
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    service = Service(
-        name="Prefect server",
-        argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
-        log_path=log_dir / "prefect-server.log",
-        ready=lambda: answers(f"{url}/health"),
-        environment={"PREFECT_API_URL": url, **(environment_of(database) if database else {})},
-    )
+    server = started or OwnServer(log_dir, database)
     try:
-        with creating(database) if database else contextlib.nullcontext():
-            service.start()
-            _wait_ready(service, database)
-        with temporary_settings({PREFECT_API_URL: url}):
-            yield url
+        if not started:
+            server.start()
+        server.wait_ready()
+        with temporary_settings({PREFECT_API_URL: server.url}):
+            yield server.url
     finally:
         APILogHandler().flush()  # of this process; later there is no server to send them to
-        service.stop()
-
-
-def _wait_ready(service: Service, database: Path | None) -> None:
-    try:
-        service.wait_ready()
-    except RuntimeError as error:
-        if database is None:
-            raise
-        raise RuntimeError(
-            f"{error}\nIf the database is at fault, move {database} away: it has only what Prefect's UI shows of"
-            " earlier runs"
-        ) from error
+        server.stop()
 
 
 async def apply_automations(notify: str) -> list[str]:

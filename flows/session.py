@@ -24,6 +24,7 @@ from flows.terminal import of_deployment
 from flows.ui import only_shown
 from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerError, UserError
 from rlpipe.base.manifests import StageResult
+from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.checks.preflight import passed_just_now, preflight
 from rlpipe.config.pipeline import PipelineConfig
@@ -203,14 +204,24 @@ async def prepare(session: stages.Session) -> StageResult:
     """Records the start of the run; commits tokenizer, base model and reference unless they are
     committed; returns the tokenizer.
     """
+    tokenizer = await begin_base(session)
+    await prepare_base(session, tokenizer.ref)
+    return tokenizer
+
+
+async def begin_base(session: stages.Session) -> StageResult:
+    """Records the start of the run; returns the tokenizer, which is committed."""
     await asyncio.to_thread(_keep_start, session.run)
-    tokenizer = await prepare_tokenizer(session)
-    base = await prepare_model(session, tokenizer=tokenizer.ref)
+    return await prepare_tokenizer(session)
+
+
+async def prepare_base(session: stages.Session, tokenizer: ArtifactRef) -> None:
+    """Commits the base model and the reference, unless they are committed."""
+    base = await prepare_model(session, tokenizer=tokenizer)
     if session.config.model.path:
         await prepare_probe(session, policy=base.ref)
     if session.config.rl.reference:
-        await prepare_reference(session, tokenizer=tokenizer.ref)
-    return tokenizer
+        await prepare_reference(session, tokenizer=tokenizer)
 
 
 def _keep_start(run: Run) -> None:

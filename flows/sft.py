@@ -6,7 +6,7 @@ import asyncio
 
 from prefect import flow
 
-from flows.session import open_session, prepare, reason_to_end, requested, run_name
+from flows.session import begin_base, open_session, prepare_base, reason_to_end, requested, run_name
 from flows.terminal import bar, say, segment_line
 from flows.ui import ended, track_data
 from rlpipe.base.references import ArtifactRef
@@ -80,10 +80,18 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
         maker = "is copied" if session.config.model.path else "is made by the trainer, which starts"
         made = f"the model {maker} (seconds, minutes for a large one)"
         say(f"tokenizer, base model and SFT data are written to the store: {made}")
-    base = await prepare(session)
-    data = await prepare_sft_data(session, tokenizer=base.ref)
+    tokenizer = (await begin_base(session)).ref
+    # the trainer, which makes the base model, starts: meanwhile this process has time. When one
+    # fails, the other comes to its end first
+    made, data = await asyncio.gather(
+        prepare_base(session, tokenizer), prepare_sft_data(session, tokenizer=tokenizer), return_exceptions=True
+    )
+    if isinstance(made, BaseException):
+        raise made
+    if isinstance(data, BaseException):
+        raise data
     track_data(session, "sft")
-    return base.ref, data.ref
+    return tokenizer, data.ref
 
 
 async def evaluate_sft(session: Session) -> None:

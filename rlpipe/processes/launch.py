@@ -183,6 +183,7 @@ class Service:
     restarts_max: int = 5
     ready_timeout_s: float = READY_TIMEOUT_S
     restarts: int = 0
+    descriptors: tuple[int, ...] = ()  # which a process that is started inherits
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -198,7 +199,13 @@ class Service:
         }
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                pass_fds=self.descriptors,
             )
 
     def alive(self) -> bool:

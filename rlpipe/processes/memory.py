@@ -34,6 +34,21 @@ def settle_heap() -> None:
 
 
 @contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Collects no garbage within the body, which imports: nearly all that modules make stays, and
+    is exempt from garbage collection afterwards. Importing torch and transformers takes 0.8 s less
+    processor time of 6.2 s, Prefect's server 0.8 s of 4.0 s.
+    """
+    assert gc.isenabled(), "importing inside of importing"
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
     """Settles the heap within the body; afterwards all objects are collected again."""
     settle_heap()

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
+# MLflow waits so long for the first commit: its import, and the tables of a new database, take
+# seconds of this process, for which the first step of a run would wait
+BEGIN_S = 15.0
 PARENT = "post-train"  # the phase tag of the parent, the MLflow run around those of the phases
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
@@ -99,6 +102,8 @@ class Tracker:
         self._phase = ""  # the phase in progress
         self._runs: dict[str, MlflowRun] = {}
         self._sent: dict[str, int] = {}  # of each source the units that MLflow has
+        self._begun: set[str] = set()  # the sources that have begun, or are continued
+        self._due = threading.Event()  # there is something to send
 
     def begin(self, phase: str) -> None:
         """Notes that a phase begins or goes on."""
@@ -109,7 +114,8 @@ class Tracker:
         """Notes that so many units of the source are in the store; called first when a source
         begins, or is continued.
         """
-        self._submit(lambda: self._send(source, units))
+        self._submit(lambda: self._send(source, units), is_due=source in self._begun)
+        self._begun.add(source)
 
     def evaluated(self, version: int) -> None:
         """Notes that a weight version was evaluated; points that MLflow has already are kept
@@ -117,7 +123,8 @@ class Tracker:
         """
         phase = "rl" if version > 0 or (version == 0 and self.run.config.rl.num_iterations) else "sft"
         self._submit(
-            lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version))
+            lambda: self._log_points(self._open(phase), read("evaluation", evaluation_points, self.run, version)),
+            is_due=True,
         )
 
     def reads(self, use: str, data_sets: Callable[[], list[DataSet]]) -> None:
@@ -140,7 +147,7 @@ class Tracker:
         tags = lineage | {POLICY_TAG: policy_url, "rlpipe.run": self.run.name, "rlpipe.iterations": str(num_iterations)}
         tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
         self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
-        self._submit(lambda: self._register(policy_url, tags, on_registered))
+        self._submit(lambda: self._register(policy_url, tags, on_registered), is_due=True)
 
     def close(self) -> None:
         """Sends MLflow the end status of the run, and waits a bounded time for the rest to be
@@ -150,13 +157,16 @@ class Tracker:
             return
         self._queue.put(self._end)
         self._queue.put(None)
+        self._due.set()
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("MLflow at %s is slow; what it missed is sent at the next start", without_passwords(self._uri))
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], None], *, is_due: bool = False) -> None:
         if not self._uri:
             return
+        if is_due:
+            self._due.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="tracking")
             self._thread.start()
@@ -166,6 +176,7 @@ class Tracker:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         logging.getLogger("alembic").setLevel(logging.WARNING)
+        self._due.wait(BEGIN_S)
         has_warned = False
         while (job := self._queue.get()) is not None:
             try:

@@ -20,6 +20,7 @@ import sys
 import time
 
 from rlpipe.processes.launch import KILL_TIMEOUT_S, die_with_parent, signal_group
+from rlpipe.trainer.held import inherited
 
 # for the rank that serves the meeting point: the file descriptor of its bound socket
 LISTENER_VARIABLE = "RLPIPE_MEETING_SOCKET"
@@ -54,6 +55,7 @@ def start_rank(
     if handed:
         environment[LISTENER_VARIABLE] = str(handed[0])
     argv = [sys.executable, "-u", *options.program]
+    handed += inherited()
     return subprocess.Popen(argv, env=os.environ | environment, start_new_session=True, pass_fds=handed)
 
 

@@ -10,13 +10,14 @@ at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Never
@@ -43,6 +44,7 @@ from rlpipe.services.registration import (
 from rlpipe.store import cache
 from rlpipe.store.backend import Store
 from rlpipe.store.run import Run
+from rlpipe.trainer.held import VARIABLE, Hold
 
 log = logging.getLogger(__name__)
 RESTARTS_MAX = 5  # of the trainer processes of a service
@@ -114,13 +116,49 @@ class TrainerProcesses:
     rendezvous: str = ""
     url: str = field(default="", init=False)
     _service: Service | None = field(default=None, init=False)
+    _hold: Hold | None = field(default=None, init=False)  # of processes that may not work yet
+
+    def prepare(self) -> None:
+        """Starts the processes, which import, and touch nothing until `start`. UserError where this
+        node cannot train.
+        """
+        assert self._service is None, "the trainer runs already"
+        self._service, self._hold = self._new_service(), Hold()
+        self._service.descriptors = (self._hold.read_end,)
+        self._service.environment[VARIABLE] = str(self._hold.read_end)
+        self._service.start()
 
     async def start(self) -> str:
-        """Starts the processes; returns `url` once node 0 answers.
+        """Starts the processes, or lets those of `prepare` work; returns `url` once node 0 answers.
 
         TrainerError when they do not start, UserError where this node cannot train.
         """
-        assert self._service is None, "the trainer runs already"
+        assert self._service is None or self._hold is not None, "the trainer runs already"
+        self._service = self._service or self._new_service()
+        try:
+            return await self._until_ready(self._begin)
+        except TrainerError:
+            # a retry needs a new port: another process may have taken this one
+            await self.close()
+            self._service = None
+            raise
+
+    def _begin(self) -> None:
+        service = self._service
+        assert service is not None
+        if self._hold is not None:
+            self._free(self._hold)
+        if not service.alive():
+            service.start()
+
+    def _free(self, hold: Hold) -> None:
+        """Lets held processes work; those after them are not held."""
+        assert self._service is not None, "held processes are a service"
+        self._hold, self._service.descriptors = None, ()
+        del self._service.environment[VARIABLE]
+        hold.free(self.config.trainer.ranks)
+
+    def _new_service(self) -> Service:
         trainer, port = self.config.trainer, free_port()
         if trainer.gpu_ids:
             check_compiler("trainer.gpu_ids")
@@ -135,20 +173,13 @@ class TrainerProcesses:
             trainer=trainer,
         )
         self.url = f"http://{self.host}:{port}"
-        self._service = Service(
+        return Service(
             name="trainer",
             argv=launcher_argv(options, self.node, self.rendezvous),
             log_path=self.work_dir / "trainer.log",
             ready=lambda: self.node > 0 or answers(f"{self.url}/health", self.key, ANSWER_TIMEOUT_S),
             environment=self._environment(),
         )
-        try:
-            return await self._until_ready(self._service.start)
-        except TrainerError:
-            # a retry needs a new port: another process may have taken this one
-            await self.close()
-            self._service = None
-            raise
 
     def _environment(self) -> dict[str, str]:
         trainer = self.config.trainer
@@ -188,9 +219,16 @@ class TrainerProcesses:
         store; keeps the log.
         """
         if self._service is not None:
-            await asyncio.to_thread(self._service.stop)
+            await asyncio.to_thread(self.end)
             for name in ("trainer", cache.FOLDER):
                 await asyncio.to_thread(shutil.rmtree, self.work_dir / name, ignore_errors=True)
+
+    def end(self) -> None:
+        """Ends the processes."""
+        if self._service is not None:
+            self._service.stop()
+        if self._hold is not None:
+            self._free(self._hold)
 
     async def _until_ready(self, start: Callable[[], object]) -> str:
         """Calls `start`; returns `url` once the trainer answers."""
@@ -246,11 +284,40 @@ class RegisteredTrainer:
 TrainerPlace = TrainerProcesses | RegisteredTrainer
 
 
+_prepared: list[TrainerProcesses] = []  # one at most
+
+
+@contextlib.contextmanager
+def trainer_beside(config: PipelineConfig, work_dir: Path) -> Iterator[None]:
+    """Prepares the trainer processes of a config for the session that the body opens; ends those
+    that none took. Does nothing for a trainer elsewhere. UserError where this node cannot train.
+    """
+    if config.trainer.place != "process":
+        yield
+        return
+    place = TrainerProcesses(config, work_dir, secrets.token_hex(16))
+    _prepared.append(place)
+    try:
+        place.prepare()
+        yield
+    finally:
+        if place in _prepared:
+            _prepared.remove(place)
+            place.end()
+
+
 def trainer_place(run: Run, work_dir: Path, start_service: StartService) -> TrainerPlace:
-    """Returns the place that `trainer.place` names."""
-    if run.config.trainer.place == "process":
-        return TrainerProcesses(run.config, work_dir, secrets.token_hex(16))
-    return RegisteredTrainer(run, start_service)
+    """Returns the place that `trainer.place` names, with the processes that were prepared for it
+    where there are some.
+    """
+    if run.config.trainer.place != "process":
+        return RegisteredTrainer(run, start_service)
+    while _prepared:
+        place = _prepared.pop()
+        if (place.config, place.work_dir) == (run.config, work_dir):
+            return place
+        place.end()
+    return TrainerProcesses(run.config, work_dir, secrets.token_hex(16))
 
 
 class TrainerService:

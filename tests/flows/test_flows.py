@@ -23,6 +23,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import PRESETS, cli, cli_start
 from flows.cli_start import look_commands
+from flows.early_server import EarlyServer
 from flows.post_train import post_train
 from flows.rl import rl
 from flows.server import AUTOMATIONS, BLOCK
@@ -209,7 +210,8 @@ def test_a_policy_that_was_committed_late_with_the_same_bits_begins_the_run_agai
     monkeypatch.setattr("flows.terminal.log_to", lambda folder: None)
     monkeypatch.setattr(cli_start, "running_server", lambda *_: contextlib.nullcontext("http://127.0.0.1:1/api"))
     config = read_config("tiny", ["run=a", f"store=file://{tmp_path}/store"], PRESETS)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     with pytest.raises(typer.Exit) as ended:
-        cli_start.run_to_end(config)
+        cli_start.run_to_end(config, EarlyServer(config))
     assert (ended.value.exit_code, outcomes) == (cli_start.STOPPED, [])
     assert capsys.readouterr().err.count("rlpipe: a policy was committed late\n") == 1

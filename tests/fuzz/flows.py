@@ -121,7 +121,7 @@ async def on_the_server(asked: Asked) -> str:
 
 def main(folder: Path, store: Path, every: int) -> None:
     user_code.IDLE_S = 1.0
-    cli_start.run_to_end = lambda config: sys.exit(f"run {config.run} would start")
+    cli_start.run_to_end = lambda config, _: sys.exit(f"run {config.run} would start")
     for number, each in enumerate(asked(folder, store), 1):
         if number % every:
             continue

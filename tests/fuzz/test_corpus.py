@@ -86,7 +86,7 @@ def test_config_files(tmp_path: Path) -> None:
 def test_command_lines(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(cli_start, "run_to_end", lambda config: pytest.fail(f"run {config.run} would start"))
+    monkeypatch.setattr(cli_start, "run_to_end", lambda config, _: pytest.fail(f"run {config.run} would start"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     (tmp_path / "a_file").write_text("no store")
     before, wrong = contents(store), []

@@ -43,11 +43,11 @@ from rlpipe.store.local_copy import materialise
 from rlpipe.store.nearby import Nearby, NodeDisk
 from rlpipe.trainer import node_server as bounded
 from rlpipe.trainer import publishing
-from rlpipe.trainer import server as server_module
+from rlpipe.trainer import serving as server_module
 from rlpipe.trainer.board import Board
 from rlpipe.trainer.process import TrainerOptions
 from rlpipe.trainer.publishing import Publication, Uploads
-from rlpipe.trainer.server import TrainerServer
+from rlpipe.trainer.serving import TrainerServer
 from tests.deadlines import DEADLINE_S, until_async
 from tests.paths import ROOT
 

@@ -1,0 +1,148 @@
+"""The Prefect server of a run starts beside its preflight, and leaves nothing of a refused run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import PRESETS, early_server
+from flows.database import files_of
+from flows.early_server import EarlyServer, server_beside
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import read_config
+from tests.deadlines import DEADLINE_S, until
+from tests.pipeline import BIN
+
+# data that ends the preflight when there is a file `go`, with a fault
+REFUSED_LATE = """
+import os, time
+def rows(**_):
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    return []
+"""
+CONFIG = """
+sft = { num_steps = 0 }
+rl = { rewards = { exact = 1.0 } }
+[[data]]
+name = "none"
+use = "rl"
+source = "refused_late:rows"
+"""
+
+
+def servers(folder: Path) -> list[psutil.Process]:
+    """The Prefect servers that were started in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "flows.prefect_server" in process.cmdline() and process.cwd() == str(folder):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`rlpipe run` in its preflight, which a file `go` ends, with a server beside it."""
+    (folder / "refused_late.py").write_text(REFUSED_LATE)
+    (folder / "late.toml").write_text(CONFIG)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    process = subprocess.Popen(
+        [str(BIN / "rlpipe"), "run", "late.toml", "--run", "a"],
+        cwd=folder, env=environment | {"HOME": str(folder / "home")}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        until(lambda: servers(folder), running=process)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_refused_run_ends_the_server_that_was_started_beside_its_preflight(tmp_path: Path) -> None:
+    with started(tmp_path) as process:
+        until(lambda: list((tmp_path / ".rlpipe").glob("prefect/*.db")))
+        (tmp_path / "go").touch()
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 2, said
+        assert len(said.splitlines()) == 1, said
+        assert "refused_late:rows" in said
+    assert not servers(tmp_path)
+    assert not (tmp_path / ".rlpipe").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_in_its_preflight_leaves_no_server(tmp_path: Path, number: int) -> None:
+    with started(tmp_path) as process:
+        process.send_signal(number)
+        process.wait(timeout=DEADLINE_S)
+        until(lambda: not servers(tmp_path))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    """A config in an empty folder, of a user without settings of Prefect."""
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(early_server.OwnServer, "start", lambda *_, **__: None)
+    return read_config("tiny", ["run=a", "store=store", "scratch=scratch"], PRESETS)
+
+
+def test_no_server_is_started_early_where_the_user_may_have_named_one(
+    config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EarlyServer(config).server is not None
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\n')
+    assert EarlyServer(config).server is not None
+    profiles = tmp_path / "home" / ".prefect" / "profiles.toml"
+    profiles.parent.mkdir(parents=True)
+    profiles.write_text('active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "http://127.0.0.1:1/api"\n')
+    assert EarlyServer(config).server is None
+    profiles.write_text('active = "ephemeral"\n[profiles.ephemeral]\nPREFECT_SERVER_ALLOW_EPHEMERAL_MODE = "true"\n')
+    assert EarlyServer(config).server is not None
+    (tmp_path / "pyproject.toml").write_text('[tool.prefect.api]\nurl = "http://127.0.0.1:1/api"\n')
+    assert EarlyServer(config).server is None
+    (tmp_path / "pyproject.toml").unlink()
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    assert EarlyServer(config).server is None
+
+
+def test_a_server_with_another_database_than_the_user_named_is_not_taken(config: PipelineConfig) -> None:
+    with server_beside(config) as early:
+        assert early.has_new_database
+        assert early.take(None) is None
+    with server_beside(config) as early:
+        assert early.server is not None
+        taken = early.take(early.server.database)
+        assert taken is not None
+        assert early.server is None
+
+
+def test_what_was_there_before_a_refused_run_stays(config: PipelineConfig) -> None:
+    with server_beside(config) as early:
+        assert early.server is not None
+        database = early.server.database
+    assert database is not None
+    database.parent.mkdir(parents=True)
+    for file in files_of(database):
+        file.touch()
+    (database.parent / "another.db").touch()
+    with server_beside(config) as early:
+        assert not early.has_new_database
+    assert all(file.exists() for file in files_of(database))
+    database.unlink()
+    with server_beside(config):
+        database.touch()
+    assert [path.name for path in database.parent.iterdir() if path.suffix == ".db"] == ["another.db"]
