@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote
 
 from rlpipe.base.errors import UserError
@@ -19,6 +22,7 @@ from rlpipe.store.backend import open_store
 VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 FOLDER = "prefect"  # in scratch, beside the folders of runs, which have a digest in their names
 PATH_BYTES_MAX = 500  # SQLite takes 512, with what it appends
+POLL_S = 0.1  # of a lock
 SQLITE = b"SQLite format 3\0"
 
 
@@ -83,16 +87,56 @@ def _lock_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def creating(path: Path, *, waits: bool = True) -> Iterator[None]:
+def creating(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Holds a lock on this file while the body starts a server: each server creates, or updates,
-    the tables as it starts. `waits`: False for a BlockingIOError where another process holds it.
+    the tables as it starts. BlockingIOError where another process holds it for longer than
+    `wait_s`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_of(path).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass  # a file system without locks
+        _lock(lock, fcntl.LOCK_EX, wait_s)
         yield
+
+
+@contextlib.contextmanager
+def using(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Keeps the databases of this folder from being deleted within the body; BlockingIOError where
+    another process has been deleting one for `wait_s`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _opened(path.parent) as folder:
+        _lock(folder, fcntl.LOCK_SH, wait_s)
+        yield
+
+
+def delete_unused(path: Path) -> None:
+    """Deletes a database, and its folder where that is empty then, unless another server of this
+    folder runs.
+    """
+    with contextlib.suppress(OSError), _opened(path.parent) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for file in files_of(path):
+            file.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(file: IO[str] | int, kind: int, wait_s: float) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+        except OSError:
+            return None  # a file system without locks

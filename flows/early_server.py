@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.database import database_of, files_of
+from flows.database import database_of, delete_unused
 from flows.server import OwnServer
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.scratch import work_dir_of
@@ -31,11 +31,10 @@ class EarlyServer:
         if _may_be_named():
             return
         logs, has_own = work_dir_of(config), any(name.startswith(OWN_FILES) for name in os.environ)
-        database = None if has_own else database_of(config)
-        self._new = _absent(logs / "prefect-server.log", database)
-        server = OwnServer(logs, database)
-        with contextlib.suppress(BlockingIOError, OSError):
-            server.start(waits=False)
+        server = OwnServer(logs, None if has_own else database_of(config))
+        self._new = _absent(logs / "prefect-server.log")
+        with contextlib.suppress(OSError):  # another process starts one with this database; no place for it
+            server.start()
             self.server = server
 
     def take(self, database: Path | None) -> OwnServer | None:
@@ -48,13 +47,15 @@ class EarlyServer:
 
     @property
     def has_new_database(self) -> bool:
-        return self.server is not None and self.server.database in self._new
+        return self.server is not None and self.server.has_new_database
 
     def undo(self) -> None:
-        """Stops the server, unless it was taken, and deletes what it made."""
+        """Stops the server, unless it was taken, and deletes what it made and nobody else uses."""
         if self.server is None:
             return
         self.server.stop()
+        if self.server.database is not None and self.server.has_new_database:
+            delete_unused(self.server.database)
         self.server = None
         for path in self._new:
             with contextlib.suppress(OSError):  # not made, or no longer empty
@@ -71,11 +72,9 @@ def server_beside(config: PipelineConfig) -> Iterator[EarlyServer]:
         early.undo()
 
 
-def _absent(log: Path, database: Path | None) -> list[Path]:
-    """Of the files of a server those that are not there, and then their folders, deepest first."""
-    files = [log] + (files_of(database) if database and not database.exists() else [])
-    folders = {folder for file in files for folder in file.parents}
-    return [path for path in [*files, *sorted(folders, key=lambda folder: -len(folder.parts))] if not path.exists()]
+def _absent(file: Path) -> list[Path]:
+    """The file, then its folders, the deepest first, as far as they are not there."""
+    return [path for path in (file, *file.parents) if not os.path.exists(path)]
 
 
 def _may_be_named() -> bool:

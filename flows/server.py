@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from flows.database import creating, environment_of
+from flows.database import creating, environment_of, using
 from flows.stopping import bounding, run_unless_stopped
 from rlpipe.base.errors import UserError
-from rlpipe.processes.launch import Service, answers, free_port, wrapped
+from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port, wrapped
 
 AUTOMATIONS = Path(__file__).parent / "automations.yaml"
 BLOCK = "{notify}"
@@ -108,33 +109,52 @@ class OwnServer:
                 **(environment_of(database) if database else {}),
             },
         )
-        self._starting = contextlib.ExitStack()  # holds the lock on the database
+        self.has_new_database = False
+        self._held = contextlib.ExitStack()  # the lock by which the database is in use
+        self._starting: threading.Thread | None = None
+        self._fault: RuntimeError | None = None  # of the start
 
-    def start(self, *, waits: bool = True) -> None:
-        """Starts it, once no other process creates the database; `waits`: False for a
-        BlockingIOError where one does."""
-        with contextlib.ExitStack() as starting:
+    def start(self, wait_s: float = 0.0) -> None:
+        """Starts it, once no other process creates the database; BlockingIOError where one has done
+        so for `wait_s`.
+        """
+        with contextlib.ExitStack() as held, contextlib.ExitStack() as creation:
             if self.database:
-                starting.enter_context(creating(self.database, waits=waits))
+                held.enter_context(using(self.database, wait_s))
+                creation.enter_context(creating(self.database, wait_s))
+                self.has_new_database = not self.database.exists()
             self._service.start()
-            self._starting = starting.pop_all()
+            self._held, lock = held.pop_all(), creation.pop_all()
+        # other runs of this database wait no longer than until this server answers
+        self._starting = threading.Thread(target=self._wait, args=(lock,), daemon=True, name="Prefect server")
+        self._starting.start()
 
-    def wait_ready(self) -> None:
-        """Returns once it answers. RuntimeError when it does not start."""
-        with self._starting:
+    def _wait(self, creation: contextlib.ExitStack) -> None:
+        with creation:
             try:
                 self._service.wait_ready()
             except RuntimeError as error:
-                if self.database is None:
-                    raise
-                raise RuntimeError(
-                    f"{error}\nIf the database is at fault, move {self.database} away: it has only what Prefect's UI"
-                    " shows of earlier runs"
-                ) from error
+                self._fault = error
+
+    def wait_ready(self) -> None:
+        """Returns once it answers. RuntimeError when it does not start."""
+        assert self._starting is not None, "it was not started"
+        self._starting.join()
+        if self._fault is None:
+            return
+        if self.database is None:
+            raise self._fault
+        raise RuntimeError(
+            f"{self._fault}\nIf the database is at fault, move {self.database} away: it has only what Prefect's UI"
+            " shows of earlier runs"
+        ) from self._fault
 
     def stop(self) -> None:
-        with self._starting:
+        """Stops it; a second call does nothing."""
+        with self._held:
             self._service.stop()
+        if self._starting is not None:
+            self._starting.join()
 
 
 @contextlib.contextmanager
@@ -150,18 +170,37 @@ def running_server(log_dir: Path, database: Path | None, started: OwnServer | No
 
     configured = PREFECT_API_URL.value()
     if configured:
+        if started:
+            started.stop()
         yield configured
         return
     server = started or OwnServer(log_dir, database)
     try:
         if not started:
-            server.start()
+            _start_alone(server)
         server.wait_ready()
         with temporary_settings({PREFECT_API_URL: server.url}):
             yield server.url
     finally:
         APILogHandler().flush()  # of this process; later there is no server to send them to
         server.stop()
+
+
+def _start_alone(server: OwnServer) -> None:
+    """Starts it; where another run starts one with the same database, afterwards. RuntimeError when
+    that takes too long.
+    """
+    try:
+        server.start()
+    except BlockingIOError:
+        print(f"another run is starting Prefect's server with {server.database}: waiting for it", file=sys.stderr)
+        try:
+            server.start(READY_TIMEOUT_S)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"another process has been starting a server with {server.database} for {READY_TIMEOUT_S:.0f} s:"
+                " end it, or name another scratch folder"
+            ) from error
 
 
 async def apply_automations(notify: str) -> list[str]:

@@ -33,6 +33,7 @@ from rlpipe.processes.memory import collect
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
+from rlpipe.trainer.model import own_rows
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.selftest import gradient_distance, prove
 from rlpipe.trainer.trainer import Trainer
@@ -212,7 +213,7 @@ def offload(where: Where) -> Figures:
         where.reset_peak()
         measured = measure_rows(trainer, TURNS, length // PROMPT_SHARE, length - length // PROMPT_SHARE)
         assert trainer.resident is not None
-        bits.append([parameter.to_local().clone() for _, parameter in trainer.resident.policy.shards()])
+        bits.append([own_rows(parameter).clone() for _, parameter in trainer.resident.policy.shards()])
         figures[f"{kept}:"] = f"{measured.tokens_per_s:,.0f} tokens/s, {measured.peak_gib:.1f} GiB"
         del trainer
         collect()

@@ -1,15 +1,17 @@
-"""Attention over rows of texts on a CPU, piece by piece, so that an L x L mask never exists.
+"""Attention over rows of texts on a CPU, piece by piece, so that a mask of L x L never exists, but
+of a text that is longer than a window.
 
 A piece is a run of tokens that see each other and, as far as they branch from a prompt, the prompt.
 Pieces of similar lengths are computed together: their tokens are gathered into a batch, filled up
 to the longest of them.
 
-Legend: R rows, L tokens of a row, N = R x L tokens, S pieces of a bucket, Q queries of a piece, P
+Legend: R rows, L tokens of a row, N = R x L tokens, S pieces of a batch, Q queries of a piece, P
 tokens of its prompt, K = P + Q keys, A heads, H heads of keys, D head dimension.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlpipe.models.flex import choose_attention
 
 BRANCHED = "rlpipe_branched"
-# pairs of tokens that cost as much time as one more bucket; measured with heads of 32 and of 64
-BUCKET_PAIRS = 2**12
-WASTE = 0.25  # the share of pairs with filling that a bucket may have, beyond BUCKET_PAIRS
+# pairs of tokens that cost as much time as one more batch; measured with heads of 32 and of 64
+BATCH_PAIRS = 2**12
+WASTE = 0.25  # the share of pairs with filling that a batch may have, beyond BATCH_PAIRS
+# a batch of several pieces has no more keys and pairs than this; so many numbers of keys, values and
+# scores of a batch, 4 MiB, are kept for the backward pass and not computed again
+KEYS_MAX, PAIRS_MAX, KEPT = 2**16, 2**21, 2**20
 # pairs of a piece up to which two products and a softmax are faster than torch's flash attention
 PRODUCT_PAIRS = 2**15
 
@@ -44,12 +50,12 @@ class PieceBatch:
 
 
 class BranchedMask(Tensor):
-    """The buckets of a batch of rows in the form of a mask: transformers passes a tensor of four
+    """The batches of some rows in the form of a mask: transformers passes a tensor of four
     dimensions on as it is.
     """
 
-    buckets: list[PieceBatch]
-    place_N: Tensor  # of each token among the queries of all buckets
+    batches: list[PieceBatch]
+    place_N: Tensor  # of each token among the queries of all batches
 
 
 def use_branched(lm: Any) -> None:
@@ -74,7 +80,7 @@ def branched_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_R
     """
     pieces = _pieces(own_RL.numpy(), root_RL.numpy())
     positions, first = positions_RL.numpy().ravel(), first_RL.numpy().ravel()
-    buckets, place_N, num_queries = [], np.zeros(own_RL.numel(), dtype=np.int64), 0
+    batches, place_N, num_queries = [], np.zeros(own_RL.numel(), dtype=np.int64), 0
     for chosen in _similar(pieces.length, pieces.num_shared):
         part = pieces.of(chosen)
         query_SQ = part.start[:, None] + np.arange(part.length.max())
@@ -87,9 +93,10 @@ def branched_mask(own_RL: Tensor, root_RL: Tensor, positions_RL: Tensor, first_R
             for part_places in (query_SQ, np.concatenate([shared_SP, query_SQ], 1))
         ]
         mask, (query, key) = _mask(part, places, positions, first), map(torch.from_numpy, places)
-        buckets.append(PieceBatch(query, key, None if mask is None else torch.from_numpy(mask)))
-    made = torch.empty((len(own_RL), 1, 1, 1)).as_subclass(BranchedMask)
-    made.buckets, made.place_N = buckets, torch.from_numpy(place_N)
+        batches.append(PieceBatch(query, key, None if mask is None else torch.from_numpy(mask)))
+    # bool: FSDP makes a copy of other numbers in the dtype of the forward pass
+    made = torch.zeros((len(own_RL), 1, 1, 1), dtype=torch.bool).as_subclass(BranchedMask)
+    made.batches, made.place_N = batches, torch.from_numpy(place_N)
     return made
 
 
@@ -118,18 +125,19 @@ def _pieces(own_RL: np.ndarray, root_RL: np.ndarray) -> _Pieces:
 
 
 def _similar(length: np.ndarray, num_shared: np.ndarray) -> list[np.ndarray]:
-    """The indices of the pieces of each bucket: in the order of their lengths, as many as have
+    """The indices of the pieces of each batch: in the order of their lengths, as many as have
     little filling.
     """
     order, begun, needed, most_shared = np.lexsort((num_shared, length)), 0, 0, 0
-    buckets: list[np.ndarray] = []
+    batches: list[np.ndarray] = []
     for place, (own, shared) in enumerate(zip(length[order].tolist(), num_shared[order].tolist(), strict=True)):
         needed, most_shared = needed + own * (shared + own), max(most_shared, shared)
         filled = (place + 1 - begun) * own * (most_shared + own)
-        if place > begun and filled - needed > BUCKET_PAIRS + WASTE * needed:
-            buckets.append(order[begun:place])
+        is_full = filled > PAIRS_MAX or (place + 1 - begun) * (most_shared + own) > KEYS_MAX
+        if place > begun and (is_full or filled - needed > BATCH_PAIRS + WASTE * needed):
+            batches.append(order[begun:place])
             begun, needed, most_shared = place, own * (shared + own), shared
-    return [*buckets, order[begun:]]
+    return [*batches, order[begun:]]
 
 
 def _mask(part: _Pieces, places: list[np.ndarray], positions: np.ndarray, first: np.ndarray) -> np.ndarray | None:
@@ -176,10 +184,12 @@ def attend(
     )
     scale = query_RALD.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
-    for bucket in attention_mask.buckets:
-        query = _gathered(query_N, bucket.query_SQ, heads)
-        key, value = (_gathered(part, bucket.key_SK, key_RHLD.shape[1]) for part in (key_N, value_N))
-        parts.append(_of_bucket(query, key, value, bucket.mask, scale))
+    for batch in attention_mask.batches:
+        pairs = batch.query_SQ.numel() * batch.key_SK.shape[1] * heads
+        is_kept = 2 * batch.key_SK.numel() * key_N.shape[1] + pairs <= KEPT or not torch.is_grad_enabled()
+        given = query_N, key_N, value_N, batch, heads, key_RHLD.shape[1], scale
+        again = functools.partial(checkpoint, _of_batch, use_reentrant=False, preserve_rng_state=False)
+        parts.append((_of_batch if is_kept else again)(*given))
     out_N = torch.cat(parts).index_select(0, attention_mask.place_N)
     return out_N.view(rows, length, heads, -1), None
 
@@ -189,10 +199,13 @@ def _gathered(part_N: Tensor, places: Tensor, heads: int) -> Tensor:
     return part_N.index_select(0, places.view(-1)).view(*places.shape, heads, -1)
 
 
-def _of_bucket(query_SQAD: Tensor, key_SKHD: Tensor, value_SKHD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The outputs of all queries of a bucket, one after the other, each A D."""
-    pieces, queries, heads, _ = query_SQAD.shape
-    keys, key_heads = key_SKHD.shape[1:3]
+def _of_batch(
+    query_N: Tensor, key_N: Tensor, value_N: Tensor, batch: PieceBatch, heads: int, key_heads: int, scale: float
+) -> Tensor:
+    """The outputs of all queries of a batch, one after the other, each A D."""
+    query_SQAD = _gathered(query_N, batch.query_SQ, heads)
+    key_SKHD, value_SKHD = (_gathered(part, batch.key_SK, key_heads) for part in (key_N, value_N))
+    mask, (pieces, queries), keys = batch.mask, batch.query_SQ.shape, batch.key_SK.shape[1]
     if queries * keys > PRODUCT_PAIRS:
         out_SAQD = functional.scaled_dot_product_attention(
             *(part.transpose(1, 2) for part in (query_SQAD, key_SKHD, value_SKHD)),
@@ -202,16 +215,17 @@ def _of_bucket(query_SQAD: Tensor, key_SKHD: Tensor, value_SKHD: Tensor, mask: T
             enable_gqa=heads != key_heads,
         )
         return out_SAQD.transpose(1, 2).reshape(pieces * queries, -1)
-    # the queries of all heads that share a head of keys are rows of one product
-    query = (query_SQAD * scale).view(pieces, queries, key_heads, -1, query_SQAD.shape[-1]).permute(0, 2, 3, 1, 4)
+    # the queries of all heads that share a head of keys are rows of one product; scores are fp32,
+    # as bf16 has 8 bits
+    exact = torch.promote_types(query_SQAD.dtype, torch.float32)
+    query = (query_SQAD.to(exact) * scale).view(pieces, queries, key_heads, -1, query_SQAD.shape[-1])
+    query = query.permute(0, 2, 3, 1, 4).reshape(pieces * key_heads, -1, query.shape[-1])
     key, value = (part.transpose(1, 2).reshape(pieces * key_heads, keys, -1) for part in (key_SKHD, value_SKHD))
-    scores = torch.bmm(query.reshape(pieces * key_heads, -1, query.shape[-1]), key.transpose(1, 2))
+    scores = torch.bmm(query, key.to(exact).transpose(1, 2))
     if mask is None:
-        mask = scores.new_full((queries, keys), -torch.inf, dtype=torch.float32).triu(1)[None]
-    exact = torch.promote_types(scores.dtype, torch.float32)  # for a softmax in bf16 has 8 bits
-    by_head = scores.view(pieces, heads, queries, keys).to(exact) + mask[:, None]
-    shares = by_head.softmax(-1).to(value.dtype).view(scores.shape)
-    out = torch.bmm(shares, value).view(pieces, heads, queries, -1)
+        mask = scores.new_full((queries, keys), -torch.inf).triu(1)[None]
+    shares = (scores.view(pieces, heads, queries, keys) + mask[:, None]).softmax(-1)
+    out = torch.bmm(shares.to(value.dtype).view(scores.shape), value).view(pieces, heads, queries, -1)
     return out.transpose(1, 2).reshape(pieces * queries, -1)
 
 

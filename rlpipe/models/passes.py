@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from rlpipe.models.causal import MODEL_FAULTS
 from rlpipe.models.fused import Replaced, replace_rotary, small_modules
 
 NEAR = 1e-5  # of numbers of size 1, in float32
 
 
 def use_passes(lm: Any) -> None:
-    """Switches the norms and rotary embeddings of `lm` to ours; those that compute something else
-    stay as they are. `leave_fused` restores them.
+    """Switches the norms of `lm`, and the rotary function of all models of its family, to ours;
+    what computes something else stays as it is. `leave_fused` restores them.
     """
     for module in small_modules(lm):
         ours = _norm_of(module)
@@ -74,7 +75,7 @@ def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
     input = input * torch.randn(weight.shape, generator=random)
     try:
         written = functional_call(module, {"weight": weight}, (input,))
-    except (RuntimeError, ValueError, TypeError):  # takes something else
+    except MODEL_FAULTS:  # takes something else
         return None
     for shift in (0.0, 1.0):
         if _is_near(RmsNorm.apply(input, weight, eps, shift), written):
@@ -84,10 +85,9 @@ def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
 
 def rms_norm(written: Callable[..., Tensor], eps: float, shift: float, module: Any, input: Tensor) -> Tensor:
     """The forward of a norm; as it is `written` for other numbers than float32 of a CPU."""
-    weight = module.weight
-    if input.dtype is not torch.float32 or weight.dtype is not torch.float32 or input.device.type != "cpu":
+    if not (_is_plain(input) and _is_plain(module.weight)):
         return written(module, input)
-    return RmsNorm.apply(input, weight, eps, shift)  # pyright: ignore[reportReturnType]
+    return RmsNorm.apply(input, module.weight, eps, shift)  # pyright: ignore[reportReturnType]
 
 
 class _Rotation(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _Rotation(torch.autograd.Function):
         ctx: Any, input: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(input, cos, sin, 1.0)
+        return _rotated(input, cos, *sin.chunk(2, -1), 1.0)
 
     @staticmethod
     @once_differentiable
@@ -104,41 +104,48 @@ class _Rotation(torch.autograd.Function):
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(gradient, cos, sin, -1.0), None, None
+        first, second = sin.chunk(2, -1)
+        return _rotated(gradient, cos, second, first, -1.0), None, None
 
 
-def _rotated(input: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """The two halves of the last dimension, a and b, as a cos - b sin and b cos + a sin."""
+def _rotated(input: Tensor, cos: Tensor, first: Tensor, second: Tensor, sign: float) -> Tensor:
+    """The two halves of the last dimension, a and b, as a cos - b first and b cos + a second, for
+    the sign 1.
+    """
     half, result = input.shape[-1] // 2, input * cos
-    result[..., :half].addcmul_(input[..., half:], sin[..., :half], value=-sign)
-    result[..., half:].addcmul_(input[..., :half], sin[..., half:], value=sign)
+    result[..., :half].addcmul_(input[..., half:], first, value=-sign)
+    result[..., half:].addcmul_(input[..., :half], second, value=sign)
     return result
 
 
-def rotary(
-    written: Callable[..., tuple[Tensor, Tensor]],
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, unsqueeze_dim: int = 1, **named: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rotary function of a family's source file (Su et al. 2021,
-    https://arxiv.org/abs/2104.09864); as it is `written` for other numbers than float32 of a CPU.
+def rotary(written: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """The rotary function of a family's source file, as (query, key, cos, sin) with cos and sin
+    without heads (Su et al. 2021, https://arxiv.org/abs/2104.09864); as it is `written` for other
+    arguments, and for other numbers than float32 of a CPU.
     """
-    parts = query, key, cos, sin
-    is_ours = all(part.dtype is torch.float32 and part.device.type == "cpu" for part in parts)
-    if others or named or not is_ours or not query.shape[-1] == key.shape[-1] == cos.shape[-1]:
-        return written(*parts, *others, unsqueeze_dim=unsqueeze_dim, **named)
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)  # pyright: ignore[reportReturnType]
+    axis = named.get("unsqueeze_dim", 1)
+    if len(given) != 4 or named.keys() - {"unsqueeze_dim"} or not all(map(_is_plain, given)):
+        return written(*given, **named)
+    query, key, cos, sin = given
+    if not query.shape[-1] == key.shape[-1] == cos.shape[-1]:  # it rotates a part of each head
+        return written(*given, **named)
+    cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
+    return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.float32 and value.device.type == "cpu"
 
 
 def _rotary_of(function: Callable[..., Any]) -> Replaced | None:
     """Ours in the place of a rotary function; None where the function computes something else."""
     random = torch.Generator().manual_seed(0)
     query, key = (torch.randn((2, heads, 3, 8), generator=random) for heads in (4, 2))
-    angles = torch.randn((2, 3, 4), generator=random).repeat(1, 1, 2)
+    angles = torch.randn((2, 3, 8), generator=random)
     given = query, key, angles.cos(), angles.sin()
     try:
         written = function(*given)
-    except (RuntimeError, ValueError, TypeError):
+    except MODEL_FAULTS:
         return None
     is_near = all(map(_is_near, rotary(function, *given), written))
     return Replaced(function, functools.partial(rotary, function)) if is_near else None

@@ -97,7 +97,8 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     computed = settings.proximal == "trainer" and (len(rollouts.steps) > 1 or settings.kl == "reward")
     resident.policy.experts.forget()
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
-    planned = [plan_batch(ranks, resident.policy, rows, step) for step in rollouts.steps]
+    other = reference and reference.policy
+    planned = [plan_batch(ranks, resident.policy, rows, step, other) for step in rollouts.steps]
     if settings.proximal == "engine":
         check_recorded(ranks, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
@@ -107,7 +108,7 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     progress, total = 0, (1 + ahead) * sum(len(batch.microbatches) for batch in batches.values())
     for index, batch in batches.items():
         others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
-        batches[index] = with_frozen(batch, before, reference and reference.policy, settings.temperature, others)
+        batches[index] = with_frozen(batch, before, other, settings.temperature, others)
         ranks.report(progress := progress + ahead * len(batch.microbatches), total)
     advantages_B, gaps = advantages(ranks, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():

@@ -134,11 +134,14 @@ def branched_rows(ranks: Ranks, policy: PolicyModel) -> Rows | None:
     use_passes(lm)
     try:
         rows = _of_ranks(ranks, policy).rows(lm.config.model_type, ranks.options.dtype)
+        fault = "" if rows >= Rows.PACKED else "packed sequences see each other"
     except MODEL_FAULTS as error:
         fault = f"{error!s:.300}"
-    if rows >= Rows.PACKED:
+    if not fault and not (far := gradient_distance(ranks, policy, Rows.PACKED)) <= FAR_GRADIENT[ranks.options.dtype]:
+        fault = f"its gradients differ by {far:.2g}"
+    if not fault:
         return rows
-    log.info("%s: attention is computed with a mask of whole rows (%s)", lm.config.model_type, fault or "rows differ")
+    log.info("%s: attention is computed with a mask of whole rows (%s)", lm.config.model_type, fault)
     leave_attention(lm)
     leave_fused(lm)
     settle(policy, ranks.device)

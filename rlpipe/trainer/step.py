@@ -158,13 +158,18 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
     return peak * (1 - share) if settings.schedule == "linear" else peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def plan_batch(ranks: Ranks, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence]) -> StepBatch:
-    """Packs the sequences of one step in the way that costs least with the policy's attention;
-    leaves out those without a scored token. This rank reads only the tokens of its own
-    microbatches. UserError when a sequence is too long.
+def plan_batch(
+    ranks: Ranks, policy: PolicyModel, rows: Rows, sequences: list[TrainSequence], reference: PolicyModel | None = None
+) -> StepBatch:
+    """Packs the sequences of one step in the way that costs least with the policy's attention, or
+    with the `reference`'s where that one needs a mask of L x L; leaves out those without a scored
+    token. This rank reads only the tokens of its own microbatches. UserError when a sequence is too
+    long.
     """
     kept = [sequence for sequence in sequences if sequence.num_scored]
     tokens_max, attention = ranks.options.trainer.tokens_max, attention_tokens(policy)
+    if reference is not None and attention_tokens(reference) is None:
+        attention = None
     texts, plans = plan_texts(kept, ranks.size, tokens_max, rows, ranks.context_ranks, attention)
     lengths = list(map(text_tokens, texts))
     microbatches = [collate(texts, filled).to(ranks.device) for filled in plans[ranks.rank]]

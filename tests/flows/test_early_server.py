@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flows import PRESETS, early_server
-from flows.database import files_of
+from flows import PRESETS, early_server, server
+from flows.database import creating, delete_unused, files_of, using
 from flows.early_server import EarlyServer, server_beside
+from flows.server import OwnServer
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from tests.deadlines import DEADLINE_S, until
@@ -89,6 +93,11 @@ def test_a_run_that_is_ended_in_its_preflight_leaves_no_server(tmp_path: Path, n
         until(lambda: not servers(tmp_path))
 
 
+def see_database(server: OwnServer) -> None:
+    """In the place of a start."""
+    server.has_new_database = server.database is not None and not server.database.exists()
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
     """A config in an empty folder, of a user without settings of Prefect."""
@@ -96,7 +105,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(early_server.OwnServer, "start", lambda *_, **__: None)
+    monkeypatch.setattr(early_server.OwnServer, "start", see_database)
     return read_config("tiny", ["run=a", "store=store", "scratch=scratch"], PRESETS)
 
 
@@ -142,7 +151,44 @@ def test_what_was_there_before_a_refused_run_stays(config: PipelineConfig) -> No
     with server_beside(config) as early:
         assert not early.has_new_database
     assert all(file.exists() for file in files_of(database))
-    database.unlink()
-    with server_beside(config):
+
+
+def test_a_new_database_is_deleted_unless_another_server_uses_it(tmp_path: Path) -> None:
+    database = tmp_path / "prefect" / "a.db"
+    with using(database):
         database.touch()
-    assert [path.name for path in database.parent.iterdir() if path.suffix == ".db"] == ["another.db"]
+        delete_unused(database)
+        assert database.exists()
+        with using(database), creating(database):  # as the servers of two runs
+            pass
+    (tmp_path / "prefect" / "b.db").touch()
+    delete_unused(database)
+    assert [path.name for path in database.parent.iterdir()] == ["b.db"]
+    (tmp_path / "prefect" / "b.db").unlink()
+    delete_unused(database)
+    assert not database.parent.exists()
+    delete_unused(database)  # nothing is there
+
+
+def test_another_run_waits_until_a_server_answers_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering = threading.Event()
+    monkeypatch.setattr(server, "SERVER", [sys.executable, "-c", "import time; time.sleep(1000)"])
+    monkeypatch.setattr(server, "answers", lambda url: answering.is_set())
+    first, second = (OwnServer(tmp_path / name, tmp_path / "prefect" / "a.db") for name in ("a", "b"))
+    first.start()
+    try:
+        assert first.has_new_database
+        with pytest.raises(BlockingIOError):
+            second.start()
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(server._start_alone, second)
+            until(lambda: "waiting for it" in capsys.readouterr().err)
+            answering.set()  # while the first run is still in its preflight
+            waiting.result(timeout=DEADLINE_S)
+        first.wait_ready()
+        second.wait_ready()
+    finally:
+        first.stop()
+        second.stop()

@@ -24,45 +24,46 @@ from rlpipe.models.masks import own_branch
 from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.packing import BRANCHES, Rows, TrainSequence, pack_rows, plan_texts, text_tokens
+from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 from tests.models.test_flex import Placed, packed, passes, shared, small_policy
 from tests.trainer.test_packing import steps_of_groups
 
 
 def seen(mask: BranchedMask, length: int) -> Tensor:
-    """The pairs of places that see each other, N x N, by the buckets of a mask."""
+    """The pairs of places that see each other, N x N, by the batches of a mask."""
     pairs = torch.zeros(length, length, dtype=torch.bool)
     places = mask.place_N.tolist()
     begun = 0
-    for bucket in mask.buckets:
-        pieces, queries = bucket.query_SQ.shape
-        if bucket.mask is None:
-            assert bucket.key_SK.shape == bucket.query_SQ.shape
+    for part in mask.batches:
+        pieces, queries = part.query_SQ.shape
+        if part.mask is None:
+            assert part.key_SK.shape == part.query_SQ.shape
             sees = torch.ones(queries, queries, dtype=torch.bool).tril().expand(pieces, -1, -1)
         else:
-            short = bucket.mask.dtype is torch.float32
-            sees = (bucket.mask == 0 if short else bucket.mask).expand(pieces, -1, -1)
+            short = part.mask.dtype is torch.float32
+            sees = (part.mask == 0 if short else part.mask).expand(pieces, -1, -1)
         assert sees.any(-1).all(), "a softmax over nothing"
         for piece in range(pieces):
             for query in range(queries):
-                place = int(bucket.query_SQ[piece, query])
+                place = int(part.query_SQ[piece, query])
                 if places[place] == begun + piece * queries + query:  # else it is filling
-                    pairs[place, bucket.key_SK[piece][sees[piece, query]]] = True
+                    pairs[place, part.key_SK[piece][sees[piece, query]]] = True
         begun += pieces * queries
     return pairs
 
 
 @given(
     sequences=steps_of_groups(), tokens_max=st.integers(60, 400), padding=st.integers(0, 3),
-    window=st.sampled_from([1, 3, 8, 1000]), bucket_pairs=st.sampled_from([0, 50, 4096]),
+    window=st.sampled_from([1, 3, 8, 1000]), batch_pairs=st.sampled_from([0, 50, 4096]),
     product_pairs=st.sampled_from([0, 200, 2**15]),
 )  # fmt: skip
 def test_a_token_sees_the_earlier_ones_of_its_branch_and_of_its_prompt(
-    sequences: list[TrainSequence], tokens_max: int, padding: int, window: int, bucket_pairs: int, product_pairs: int
+    sequences: list[TrainSequence], tokens_max: int, padding: int, window: int, batch_pairs: int, product_pairs: int
 ) -> None:
     texts, (plan,) = plan_texts(sequences, 1, tokens_max, Rows.SHARED, 1, 40.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branched, "BUCKET_PAIRS", bucket_pairs)
+        patch.setattr(branched, "BATCH_PAIRS", batch_pairs)
         patch.setattr(branched, "PRODUCT_PAIRS", product_pairs)
         for rows in filter(None, plan):
             batch = collate(texts, rows, padding)
@@ -99,7 +100,7 @@ def test_a_shared_prompt_costs_what_is_seen_and_little_more() -> None:
     assert own is not None
     with LiveBytes([]) as live:
         mask = branched_mask(own, own // BRANCHES * BRANCHES, positions, torch.zeros_like(positions))
-    computed = sum(len(bucket.query_SQ) * bucket.query_SQ.shape[1] * bucket.key_SK.shape[1] for bucket in mask.buckets)
+    computed = sum(len(part.query_SQ) * part.query_SQ.shape[1] * part.key_SK.shape[1] for part in mask.batches)
     needed = int((own_branch(own, BRANCHES)[0] & (positions[0, None, :] <= positions[0, :, None])).sum())
     assert needed < computed < 2 * needed < positions.numel() ** 2 / 10
     assert live.most < positions.numel() ** 2, "a mask of L x L would be four times as much"
@@ -129,6 +130,43 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(
     logprobs, gradient = passes(policy, batch)
     assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6
     assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
+
+
+@pytest.mark.parametrize("rows", [packed, shared])
+def test_what_is_computed_again_in_the_backward_pass_has_the_same_bits(
+    rows: Callable[[], Placed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch, outcomes = small_policy("qwen3"), collate(*rows()), list[tuple[Tensor, Tensor]]()
+    use_branched(policy.lm)
+    for kept in (0, 2**30):
+        monkeypatch.setattr(branched, "KEPT", kept)
+        outcomes.append(passes(policy, batch))
+    assert all(map(torch.equal, *outcomes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_that_is_loaded_on_a_cpu_computes_attention_by_pieces(dtype: str, tmp_path: Path) -> None:
+    """In bfloat16 FSDP makes copies of the inputs of a layer."""
+    trainer = Trainer(world.one_rank(tmp_path, dtype=dtype))
+    world.run(trainer, "load", world.load_new())
+    assert trainer.resident is not None and trainer.resident.rows is Rows.SHARED
+    assert uses_branched(trainer.resident.policy.lm) and uses_fused(trainer.resident.policy.lm)
+    data = world.batch(trainer.ranks.store, "batch", world.rollout_rows(6, 4))
+    assert world.run(trainer, "train", world.train("a", "b", "rl", data))["metrics"]["train/onpolicy_abs"] == 0
+
+
+def test_scores_in_bfloat16_are_no_further_from_the_truth_than_those_of_torch() -> None:
+    torch.manual_seed(0)
+    query, key, value = (4 * torch.randn(1, heads, 60, 32) for heads in (4, 2, 2))
+    own = torch.zeros(1, 60, dtype=torch.long)
+    mask = branched_mask(own, own, torch.arange(60)[None], torch.zeros_like(own))
+    exact, ours = (
+        branched.attend(torch.nn.Identity(), query.to(dtype), key.to(dtype), value.to(dtype), mask)[0].double()
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    rounded = [part.bfloat16() for part in (query, key, value)]
+    torchs = torch.nn.functional.scaled_dot_product_attention(*rounded, is_causal=True, enable_gqa=True)
+    assert (ours - exact).abs().mean() <= 1.1 * (torchs.transpose(1, 2).double() - exact).abs().mean()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bloom", pytest.param("gemma2", marks=pytest.mark.slow)])

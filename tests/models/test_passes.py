@@ -30,7 +30,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
         assert torch.autograd.gradcheck(norm, (input, trained))
         frozen = [torch.autograd.grad(norm(input, each).sum(), input)[0] for each in (weight, trained)]
         assert torch.equal(*frozen)
-    angles = torch.randn((2, 1, 3, 4), generator=random, dtype=torch.float64).repeat(1, 1, 1, 2)
+    angles = torch.randn((2, 1, 3, 8), generator=random, dtype=torch.float64)  # its halves may differ
     heads = torch.randn((2, 4, 3, 8), generator=random, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(passes._Rotation.apply, (heads, angles.cos(), angles.sin()))
 
@@ -81,6 +81,9 @@ def test_what_computes_something_else_is_left() -> None:
     assert isinstance(passes._rotary_of(plain), Replaced)
     assert passes._rotary_of(lambda query, key, cos, sin: plain(query, key, cos, -sin)) is None
     assert passes._rotary_of(lambda query: query) is None
+    query, angles = torch.randn(1, 4, 3, 8), torch.randn(1, 3, 8)
+    ours = rotary(lambda query, cos, sin: query + cos + sin, query, cos=angles.cos(), sin=angles.sin())
+    assert torch.equal(ours, query + angles.cos() + angles.sin()), "called in another way"
 
 
 def test_other_numbers_than_float32_are_computed_as_written() -> None:

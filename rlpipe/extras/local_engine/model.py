@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.model import Dtype
 from rlpipe.extras.local_engine.recorded import Recorded
-from rlpipe.models.causal import MODEL_FAULTS, hf_config, small_windows
+from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
 from rlpipe.models.folder import folder_config
 from rlpipe.models.linear import use_fast_linears
@@ -128,6 +128,7 @@ class LocalModel:
             config, dtype=getattr(torch, dtype), experts_implementation="batched_mm"
         )
         self.lm = self.lm.eval().requires_grad_(False)
+        keep_dtypes(self.lm, tensors_of(empty_model(config)))
         use_fast_linears(self.lm)
         self._load(folder)
         self.lm.to(self.device)
@@ -287,6 +288,16 @@ class LocalModel:
             use_cache=True,
         )
         return output.logits[:, 0].float()
+
+
+def keep_dtypes(lm: Any, saved: dict[str, Tensor]) -> None:
+    """Gives the buffers that are saved with the weights (biases of routers) their own dtypes, which
+    the trainer does not round either.
+    """
+    for name, buffer in list(lm.named_buffers()):
+        if name in saved:
+            module, _, own = name.rpartition(".")
+            setattr(lm.get_submodule(module), own, buffer.to(saved[name].dtype))
 
 
 def _copied(tensor: Tensor) -> Tensor:

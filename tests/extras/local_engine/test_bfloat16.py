@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpipe.config.source import read_config
 from rlpipe.engines.weights import Probe, Weights
 from rlpipe.extras.local_engine.kind import LOCAL
+from rlpipe.extras.local_engine.model import keep_dtypes
 from rlpipe.extras.local_engine.protocol import ModelLimits, parse_generate
 from rlpipe.extras.local_engine.scheduler import Scheduler
+from rlpipe.models.causal import empty_model
+from rlpipe.models.checkpoint import tensors_of
+from rlpipe.models.small import small_config
 from tests.engine_fixtures import VOCAB, reference_logprobs, tiny_model
 from tests.extras.local_engine.test_invariance import local_model
 from tests.paths import PRESETS
@@ -83,3 +87,13 @@ def test_weights_keys_and_values_take_half_the_memory() -> None:
     half, whole = local_model("cpu", "bfloat16"), local_model("cpu")
     assert {parameter.dtype for parameter in half.lm.parameters()} == {torch.bfloat16}
     assert 2 * half.empty_slots(16, 64).nbytes == whole.empty_slots(16, 64).nbytes
+
+
+def test_biases_of_routers_are_not_rounded() -> None:
+    """As in the trainer: they differ by less than bfloat16 tells."""
+    config = small_config(AutoConfig.for_model("deepseek_v3"))
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    keep_dtypes(lm, tensors_of(empty_model(config)))
+    kinds = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors_of(lm).items()}
+    assert kinds.pop("e_score_correction_bias") is torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
