@@ -28,8 +28,8 @@ BRANCHED = "rlpipe_branched"
 # pairs of tokens that cost as much time as one more batch; measured with heads of 32 and of 64
 BATCH_PAIRS = 2**12
 WASTE = 0.25  # the share of pairs with filling that a batch may have, beyond BATCH_PAIRS
-# a batch of several pieces has no more keys and pairs than this; so many numbers of keys, values and
-# scores of a batch, 4 MiB, are kept for the backward pass and not computed again
+# a batch of several pieces has no more keys and pairs than this; so many numbers of keys, values
+# and scores of a batch, 4 MiB, are kept for the backward pass and not computed again
 KEYS_MAX, PAIRS_MAX, KEPT = 2**16, 2**21, 2**20
 # pairs of a piece up to which two products and a softmax are faster than torch's flash attention
 PRODUCT_PAIRS = 2**15

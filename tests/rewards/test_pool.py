@@ -323,7 +323,9 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
     assert os.getcwd() == str(folder)
 
 
-HOSTILE_FORMULA = r"\boxed{\int_0^1 \frac{\sin(x^7)}{x^{x}+\cos(x^3)} dx}"  # sympy looks for its value without an end
+# sympy looks for the value of each for 5 to 20 s, and then gives up
+INTEGRALS = (rf"\int_0^1 \frac{{\sin(x^{power})}}{{x^{{x}}+\cos(x^3)}} dx" for power in range(7, 15))
+HOSTILE_FORMULA = rf"\boxed{{{' + '.join(INTEGRALS)}}}"
 
 
 @pytest.mark.parametrize(
