@@ -324,7 +324,7 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
 
 
 # sympy looks for the value of each for 5 to 20 s, and then gives up
-INTEGRALS = (rf"\int_0^1 \frac{{\sin(x^{power})}}{{x^{{x}}+\cos(x^3)}} dx" for power in range(7, 15))
+INTEGRALS = (rf"\int_0^1 \frac{{\sin(x^{power})}}{{x^{{x}}+\cos(x^3)}} dx" for power in range(2, 10))
 HOSTILE_FORMULA = rf"\boxed{{{' + '.join(INTEGRALS)}}}"
 
 
