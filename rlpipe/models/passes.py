@@ -96,7 +96,8 @@ class _Rotation(torch.autograd.Function):
         ctx: Any, input: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(input, cos, *sin.chunk(2, -1), 1.0)
+        first, second = sin.chunk(2, -1)
+        return _rotated(input, cos, first, second, 1.0)
 
     @staticmethod
     @once_differentiable
