@@ -15,8 +15,9 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 
-# for L x L masks, which a CPU uses: the length of a row at which attention, which is quadratic,
-# costs as much as all else; measured on a CPU, between models of 0.8M and of 135M parameters
+# for L x L masks, where attention is a model's own: the length of a row at which attention, which
+# is quadratic, costs as much as all else; measured on a CPU, between models of 0.8M and of 135M
+# parameters
 ATTENTION_TOKENS = 512
 # of a text with a shared prompt, so that its mask stays small beside the activations of each layer
 SHARED_TOKENS_MAX = 2048
