@@ -9,6 +9,7 @@ both, the bits of a row do not depend on its place in the product.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,17 @@ def use_fast_linears(lm: Any) -> None:
 def onednn_is_faster() -> bool:
     """True on an AMD processor with AVX-512, if torch has MKL and oneDNN."""
     has_both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    is_amd = CPU_FACTS.exists() and "AuthenticAMD" in CPU_FACTS.read_text()
-    return has_both and is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_both and cpu_maker() == "AuthenticAMD" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def cpu_maker() -> str:
+    """The maker of the processor as Linux names it, such as GenuineIntel; "unknown" elsewhere.
+
+    Libraries choose their kernels by it, so the bits of a product depend on it.
+    """
+    text = CPU_FACTS.read_text() if CPU_FACTS.exists() else ""
+    named = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", text, re.MULTILINE)
+    return named.group(1) if named else "unknown"
 
 
 def fast_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

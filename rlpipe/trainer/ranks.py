@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.models.context_parallel import ContextGroup, join_context_group
+from rlpipe.models.linear import cpu_maker, onednn_is_faster
 from rlpipe.services.registration import FILES
 from rlpipe.store.backend import Store, open_store
 from rlpipe.trainer.process import TrainerOptions
@@ -182,12 +183,14 @@ class Ranks:
         """
         if self.device.type == "cpu":
             device, library = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}", "none"
+            products = f"{'oneDNN' if onednn_is_faster() else 'torch'} on {cpu_maker()}"
         else:
+            products = "the GPU's"
             device, library = torch.cuda.get_device_name(self.device), ".".join(map(str, nccl.version()))
             if (chosen := os.environ.get("NCCL_ALGO", "")) != "Ring":
                 library = f"{library} by {chosen or 'its own choice'}"
         cuda, threads = str(torch.version.cuda).lower(), self.options.trainer.threads
-        of_ranks = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device}
+        of_ranks = {"torch": torch.__version__, "cuda": cuda, "nccl": library, "device": device, "products": products}
         shape = {"ranks": self.size, "copies": self.copies, "context_ranks": self.context_ranks, "threads": threads}
         return of_ranks | {name: str(count) for name, count in shape.items()}
 

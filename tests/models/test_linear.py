@@ -3,6 +3,8 @@ and a row's bits wherever it is."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.models import linear
 from rlpipe.models.linear import FastLinear, fast_linear, use_fast_linears
+from tests import trainer_world as world
 from tests.engine_fixtures import tiny_config
 
 SIZES = st.integers(1, 130)
@@ -116,3 +119,23 @@ def test_a_model_computes_by_it_where_it_is_faster_and_no_name_changes(monkeypat
     assert not any(type(module) is nn.Linear for module in lm.modules())
     assert [name for name, _ in lm.named_parameters()] == names
     assert torch.allclose(lm(tokens).logits, own, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("facts", "maker"),
+    [
+        ("processor : 0\nvendor_id\t: GenuineIntel\nmodel name : Intel(R) Xeon(R), not AuthenticAMD\n", "GenuineIntel"),
+        ("processor : 0\nvendor_id\t: AuthenticAMD\n", "AuthenticAMD"),
+        ("processor : 0\nCPU implementer\t: 0x41\n", "0x41"),
+        ("", "unknown"),
+    ],
+)
+def test_the_maker_of_the_processor_is_part_of_what_bits_depend_on(
+    facts: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear.onednn_is_faster()  # it is known once, for the whole process
+    monkeypatch.setattr(linear, "CPU_FACTS", tmp_path / "cpuinfo")
+    assert linear.cpu_maker() == "unknown"
+    (tmp_path / "cpuinfo").write_text(facts)
+    assert linear.cpu_maker() == maker
+    assert world.one_rank(tmp_path).fingerprint()["products"].endswith(f" on {maker}")

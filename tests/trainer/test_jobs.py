@@ -324,7 +324,9 @@ def test_a_state_says_what_made_it_and_a_load_what_differs(trainer: Trainer, cap
     files = {name: store.read(f"state/a1/{name}") for name in world.digests(saved["state"])}
     document = json.loads(files["state.json"])
     made_by = document["made_by"]
-    assert made_by.keys() == {"torch", "cuda", "nccl", "device", "ranks", "context_ranks", "copies", "threads"}
+    assert made_by.keys() == {
+        "torch", "cuda", "nccl", "device", "products", "ranks", "context_ranks", "copies", "threads",
+    }  # fmt: skip
     assert (made_by["torch"], made_by["ranks"]) == (torch.__version__, "1")
     ref = world.saved(store, "state", saved["state"])
     assert world.run(trainer, "load", world.load_ref("a", "state", ref))["differs"] == ""
