@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from flows.database import creating, environment_of, using
+from flows.printing import echo
 from flows.stopping import bounding, run_unless_stopped
 from rlpipe.base.errors import UserError
 from rlpipe.processes.launch import READY_TIMEOUT_S, Service, answers, free_port, wrapped
@@ -193,7 +194,7 @@ def _start_alone(server: OwnServer) -> None:
     try:
         server.start()
     except BlockingIOError:
-        print(f"another run is starting Prefect's server with {server.database}: waiting for it", file=sys.stderr)
+        echo(f"another run is starting Prefect's server with {server.database}: waiting for it", err=True)
         try:
             server.start(READY_TIMEOUT_S)
         except BlockingIOError as error:

@@ -64,6 +64,8 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
         [str(BIN / "rlpipe"), "run", "late.toml", "--run", "a"],
         cwd=folder, env=environment | {"HOME": str(folder / "home")}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # the tests may run in the background of a shell, which lets all ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         until(lambda: servers(folder), running=process)

@@ -34,8 +34,11 @@ def place_of(config: PipelineConfig, work_dir: Path) -> TrainerProcesses:
     return place
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def trainers() -> list[psutil.Process]:
+    """The launchers and ranks that this process has started; other tests have children, too."""
+    return [
+        child for child in psutil.Process().children(recursive=True) if "rlpipe.trainer" in " ".join(child.cmdline())
+    ]
 
 
 def held(hold: Hold) -> subprocess.Popen[str]:
@@ -61,7 +64,7 @@ def test_a_session_takes_the_trainer_that_was_prepared_for_it(tmp_path: Path) ->
     left.touch()
     with trainer_beside(config, tmp_path / "work"):
         place = place_of(config, tmp_path / "work")
-    started = until(lambda: [child for child in children() if "rlpipe.trainer.server" in child.cmdline()])
+    started = until(trainers)
     assert place.alive, "it is the session's, which ends it"
     assert left.exists(), "nothing was touched before the run is held"
     place.end()
@@ -71,10 +74,10 @@ def test_a_session_takes_the_trainer_that_was_prepared_for_it(tmp_path: Path) ->
 def test_a_trainer_that_no_session_took_ends(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     with trainer_beside(config, tmp_path / "work"):
-        started = until(children)
+        started = until(trainers)
     assert all_gone(started)
     with trainer_beside(config, tmp_path / "work"):
-        started = until(children)
+        started = until(trainers)
         other = place_of(config_in(tmp_path, "trainer.tokens_max=4096"), tmp_path / "work")
         assert all_gone(started)
     assert not other.alive
@@ -86,7 +89,7 @@ async def test_a_prepared_trainer_that_is_lost_comes_back(tmp_path: Path) -> Non
     place.prepare()
     try:
         url = await place.start()
-        for child in children():
+        for child in trainers():
             if "rlpipe.trainer.server" in child.cmdline():
                 child.kill()
         assert await place.bring_back() == url
