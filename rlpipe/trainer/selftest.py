@@ -253,16 +253,18 @@ def gradient_distance(ranks: Ranks, policy: PolicyModel, *kinds: Rows) -> float:
     with small_windows(policy.lm.config):
         with own_attention(policy.lm), as_written():
             own = _gradients(ranks, policy, texts, Rows.SINGLE)
-        whole = ranks.sum(_square(own)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+        whole = max(_norm(ranks, own), np.finfo(np.float64).tiny)
         distances: list[float] = []
         for rows in kinds:
             apart = [one - other for one, other in zip(_gradients(ranks, policy, texts, rows), own, strict=True)]
-            distances.append(float(ranks.sum(_square(apart)).sqrt() / whole))
+            distances.append(_norm(ranks, apart) / whole)
     return float(np.max(distances))
 
 
-def _square(parts: list[Tensor]) -> Tensor:
-    return torch.stack([part.double().square().sum() for part in parts]).sum()[None].cpu()
+def _norm(ranks: Ranks, parts: list[Tensor]) -> float:
+    """The norm of tensors whose rows are on all ranks; the same on all."""
+    own = float(torch.stack([part.double().square().sum() for part in parts]).sum())
+    return math.sqrt(math.fsum(ranks.gather(own)))
 
 
 def _gradients(ranks: Ranks, policy: PolicyModel, texts: list[TrainSequence], rows: Rows) -> list[Tensor]:
