@@ -1,8 +1,7 @@
 """Computes the norms and rotary embeddings of a family's code in fewer passes over memory, for
 CPUs, where each operation reads and writes all activations.
 
-A function is replaced only where ours gives the same on random numbers. Legend: D the last
-dimension.
+A function is replaced only where ours gives the same on random numbers.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class RmsNorm(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        # with n = input x scale: gradient x weight x scale - n x scale x mean(gradient x weight x
-        # n)
+        # scale x gradient x weight - input x scale^3 x mean(gradient x weight x input)
         input, whole, scale = ctx.saved_tensors
         product = (gradient * input).reshape(-1, input.shape[-1])
         scale_N = scale.reshape(-1)

@@ -150,10 +150,11 @@ def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor is saved: for a parameter that of the forward pass, for a buffer
     its own, with which the model computes.
     """
-    return dtype if isinstance(tensor, DTensor) else tensor.dtype
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All rows of a parameter or a buffer, as `saved_as`. A collective for a sharded one."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().to(saved_as(tensor, dtype))
 

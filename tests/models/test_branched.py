@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlpipe.checks.trial import LiveBytes
 from rlpipe.models import branched
 from rlpipe.models.branched import BranchedMask, branched_mask, use_branched, uses_branched
 from rlpipe.models.flex import texts_of
@@ -23,10 +21,10 @@ from rlpipe.models.fused import uses_fused
 from rlpipe.models.masks import own_branch
 from rlpipe.trainer import selftest
 from rlpipe.trainer.batches import collate
-from rlpipe.trainer.packing import BRANCHES, Rows, TrainSequence, pack_rows, plan_texts, text_tokens
+from rlpipe.trainer.packing import BRANCHES, Rows, TrainSequence, plan_texts, text_tokens
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
-from tests.models.test_flex import Placed, packed, passes, shared, small_policy
+from tests.models.test_flex import Placed, check_as_own, packed, passes, shared, small_policy
 from tests.trainer.test_packing import steps_of_groups
 
 
@@ -98,13 +96,12 @@ def test_a_shared_prompt_costs_what_is_seen_and_little_more() -> None:
     batch = collate(texts, [[*range(len(texts))]])
     own, positions = batch.branch_RL, batch.positions_RL
     assert own is not None
-    with LiveBytes([]) as live:
-        mask = branched_mask(own, own // BRANCHES * BRANCHES, positions, torch.zeros_like(positions))
+    mask = branched_mask(own, own // BRANCHES * BRANCHES, positions, torch.zeros_like(positions))
     computed = sum(len(part.query_SQ) * part.query_SQ.shape[1] * part.key_SK.shape[1] for part in mask.batches)
     needed = int((own_branch(own, BRANCHES)[0] & (positions[0, None, :] <= positions[0, :, None])).sum())
     assert needed < computed < 2 * needed < positions.numel() ** 2 / 10
-    assert live.most < positions.numel() ** 2, "a mask of L x L would be four times as much"
-    assert pack_rows([0], [5], 9) == [[0]]
+    held = [tensor for part in mask.batches for tensor in vars(part).values() if tensor is not None]
+    assert sum(tensor.nbytes for tensor in held) < positions.numel() ** 2, "a mask of L x L, a byte a pair"
 
 
 # plain, windows, windows of some layers, chunks of some layers
@@ -118,18 +115,7 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_attention(
     family: str, rows: Callable[[], Placed], by_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branched, "PRODUCT_PAIRS", 2**30 if by_products else 0)
-    # the product of experts has no float64; logprobs are float32 in any case
-    policy = small_policy(family, torch.float32 if family == "qwen3_moe" else torch.float64)
-    batch = collate(*rows())
-    own = batch
-    # with our mask: transformers 5.17 counts chunks from the beginning of the row
-    if family == "llama4_text" and batch.branch_RL is None:
-        own = replace(batch, branch_RL=texts_of(batch.positions_RL) * BRANCHES)
-    expected, expected_gradient = passes(policy, own)
-    use_branched(policy.lm)
-    logprobs, gradient = passes(policy, batch)
-    assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6
-    assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
+    check_as_own(family, rows(), use_branched)
 
 
 @pytest.mark.parametrize("rows", [packed, shared])

@@ -99,23 +99,29 @@ def passes(policy: PolicyModel, batch: Microbatch) -> tuple[Tensor, Tensor]:
     return logprobs_N.detach(), gradient
 
 
-# plain, windows, windows of some layers, chunks of some layers, capped scores
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "llama4_text", "gemma2"])
-@pytest.mark.parametrize("rows", [packed, shared])
-def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: str, rows: Callable[[], Placed]) -> None:
+def check_as_own(family: str, rows: Placed, switch: Callable[[Any], None]) -> None:
+    """Checks that after the switch of its attention a model gives the logprobs and gradients of its
+    own, in rows of such texts."""
     # the product of experts has no float64; logprobs are float32 in any case
     policy = small_policy(family, torch.float32 if family == "qwen3_moe" else torch.float64)
-    batch = collate(*rows())
+    batch = collate(*rows)
     own = batch
     # with our mask: transformers 5.17 counts chunks from the beginning of the row
     if family == "llama4_text" and batch.branch_RL is None:
         own = replace(batch, branch_RL=texts_of(batch.positions_RL) * BRANCHES)
     expected, expected_gradient = passes(policy, own)
-    use_flex(policy.lm)
+    switch(policy.lm)
     logprobs, gradient = passes(policy, batch)
     assert (logprobs - expected).abs().max() / expected.abs().max() < 1e-6
     assert (gradient - expected_gradient).norm() / expected_gradient.norm() < 1e-6
+
+
+# plain, windows, windows of some layers, chunks of some layers, capped scores
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "llama4_text", "gemma2"])
+@pytest.mark.parametrize("rows", [packed, shared])
+def test_logprobs_and_gradients_are_those_of_the_models_own_attention(family: str, rows: Callable[[], Placed]) -> None:
+    check_as_own(family, rows(), use_flex)
 
 
 @pytest.mark.slow
