@@ -165,6 +165,8 @@ class HostService:
         # a client that waits repeats its request
         serving = next((task for task, body in self._serving.items() if body == wanted), None)
         if serving is None:
+            if self._releasing and self._releasing.done():  # nobody asked for its end
+                self._releasing = None
             serving = asyncio.create_task(self._serve(wanted))
             self._serving[serving] = wanted
             serving.add_done_callback(self._serving.pop)
@@ -189,15 +191,20 @@ class HostService:
         answers 202 until it is done. A `serve` in progress is finished first; one that waits for
         the store is dropped.
         """
-        if (
-            self._releasing is None or self._releasing.done()
-        ):  # a client that got 202 repeats its request; freeing twice does nothing
+        ended = self._releasing if self._releasing and self._releasing.done() else None
+        if ended:  # after a 202: its fault is this request's answer; freeing twice does nothing
+            self._releasing = None
+            ended.result()
+        if self._releasing is None:
             self._wanted = None
             self._releasing = asyncio.create_task(self._release())
-        await asyncio.wait({self._releasing}, timeout=RELOAD_WAIT_S)
-        if not self._releasing.done():
+        releasing = self._releasing
+        await asyncio.wait({releasing}, timeout=RELOAD_WAIT_S)
+        if not releasing.done():
             return web.json_response({}, status=202)
-        self._releasing.result()
+        if self._releasing is releasing:
+            self._releasing = None
+        releasing.result()
         return web.json_response({})
 
     async def _release(self) -> None:

@@ -492,6 +492,44 @@ async def test_a_release_drops_what_waits_for_the_store_and_is_over_when_the_eng
         await host.release()  # it is gone, and its engines with it
 
 
+@pytest.mark.parametrize("serves", [False, True])
+async def test_a_release_that_fails_between_two_requests_is_answered_to_the_next(
+    service: HostService, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    """A loaded machine lets it end there; a load that came in between is asked by another flow,
+    whose release is a new one.
+    """
+    monkeypatch.setattr(remote, "RELOAD_WAIT_S", 0.05)
+    released, faults = asyncio.Event(), [EngineError("it cannot")]
+
+    async def release() -> None:
+        await released.wait()
+        if faults:
+            raise faults.pop()
+
+    async def serve(*_: object) -> None: ...
+
+    monkeypatch.setattr(service.host, "serve", serve)
+    monkeypatch.setattr(service.host, "release", release)
+    body = {"policy": {"folder": "runs/a/1", "sha256": "0" * 64}, "version": 1}
+    headers = {"Authorization": f"Bearer {service.key}"}
+    async with TestClient(TestServer(service.app()), headers=headers) as client:
+        assert (await client.post("/release", json={})).status == 202
+        releasing = service._releasing
+        assert releasing is not None
+        released.set()
+        await until_async(releasing.done)
+        if serves:
+            probe = {"tokens": [1, 2], "logprobs": [0.0]}
+            assert (await client.post("/serve", json={**body, "probe": probe})).status in (200, 202)
+        else:
+            answer = await client.post("/release", json={})
+            assert (answer.status, (await answer.json())["error"]) == (409, "it cannot")
+        assert (await client.post("/release", json={})).status == 200
+        assert not faults
+    assert releasing.exception()
+
+
 async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: HostService, tmp_path: Path) -> None:
     policy, probe = {"folder": "runs/a/policy", "sha256": "0" * 64}, {"tokens": [1, 2], "logprobs": [0.0]}
     good = {"policy": policy, "version": 1, "probe": probe}
