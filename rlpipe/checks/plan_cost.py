@@ -21,18 +21,24 @@ TOKEN_BYTES = 30
 PLACES = (16, 128)  # of the local engine, at least and at most
 # policies in scratch while a run is at work: what was published, and what engines load and have
 COPIES = 3
+SHARE_MIN = 0.8  # of a core, in a measurement on a quiet machine
+BUSY = "; TOO LONG: other work kept this processor busy, of which the measurement had {:.0%} of a core"
 
 
 @dataclass(frozen=True)
 class Speed:
     """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and
     backward, of one forward, and of a token for each place of an engine. Example: Speed(2.1, 0.7,
-    0.12).
+    0.12, 0.98).
+
+    `share`: what the measurement had of a core, 0 to 1; beside other work it is low, and the
+    seconds are too many.
     """
 
     train_s: float
     forward_s: float
     decode_s: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
         f"time, estimated from passes of this model on this processor just now: an iteration trains {train_s:,.1f} s"
         f" and samples {sample_s:,.1f} s; in all {total_s / 3600:,.2f} h (SFT {sft_s / 3600:,.2f}, evaluations"
         f" {evaluation_s / 3600:,.2f}) when all completions have full length; rewards and what lies between the stages"
-        " come on top"
+        " come on top" + (BUSY.format(speed.share) if speed.share < SHARE_MIN else "")
     ]
 
 
