@@ -111,6 +111,7 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
 def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     real = speed._passes
+    monkeypatch.setattr(speed, "has_amx", lambda: False)
     monkeypatch.setattr(
         speed, "_passes", lambda shorter, *rest: tried.append(shorter.num_hidden_layers) or real(shorter, *rest)
     )
@@ -119,7 +120,20 @@ def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch
     assert timed.train_s > 0 and timed.forward_s > 0 and timed.decode_s > 0
     monkeypatch.setattr(speed, "_passes", lambda shorter, *_: [10.0 + 2 * shorter.num_hidden_layers] * 3)
     whole = 10.0 + 2 * model["num_hidden_layers"]  # what is in no layer, and each layer
-    assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole, share=ANY)
+    assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole, ANY, ANY)
+
+
+@pytest.mark.parametrize(("dtype", "amx", "gain"), [("float32", True, 4), ("float32", False, 0), ("bfloat16", True, 0)])
+def test_a_plan_says_where_bfloat16_is_faster(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, amx: bool, gain: int
+) -> None:
+    taken_s = {torch.float32: 8.0, torch.bfloat16: 2.0}
+    monkeypatch.setattr(speed, "has_amx", lambda: amx)
+    monkeypatch.setattr(speed, "_passes", lambda _, dtype, *__: [taken_s[dtype]] * 3)
+    timed = measured_speed(hf_config(GEMMA3), getattr(torch, dtype), 32, ASKED)
+    assert isinstance(timed, Speed) and timed.bfloat16 == gain
+    said = [line for line in time_lines(config(), timed, Lengths()) if "'bfloat16'" in line]
+    assert said == (["  with model.dtype = 'bfloat16' this processor trains 4.0 times as fast"] if gain else [])
 
 
 def test_a_plan_says_that_it_was_measured_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
