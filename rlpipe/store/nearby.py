@@ -26,6 +26,8 @@ from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of, map
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+# of one file: as many threads receive, write and hash; more take turns for one interpreter
+PARTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class NearObjects:
     `own_url`: the URL of this node among the peers. `sha256s`: of the parts of a file by their
     starts, by its key.
     """
+
+    parts_at_once = PARTS_AT_ONCE
 
     def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
         self._keys, self._places, self._made_on = keys, nearby.places, nearby.made_on
