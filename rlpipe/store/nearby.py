@@ -21,6 +21,7 @@ from rlpipe.records.sending import Sender
 from rlpipe.store.artifacts import MANIFEST, Blocks, parse_manifest
 from rlpipe.store.backend import Objects, Readable, Store
 from rlpipe.store.disk import Disk, link
+from rlpipe.store.file_server import FileServer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
 from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of, mapped_part
 
@@ -253,7 +254,7 @@ class NearObjects:
         return self._places[self._made_on.get(key.removeprefix(self._prefix), 0)]
 
     def _server(self, url: str) -> Readable:
-        return self._servers.get(url) or self._servers.setdefault(url, file_server(url, self._keys[url]))
+        return self._servers.get(url) or self._servers.setdefault(url, FileServer(url, self._keys[url]))
 
     def _nearest(self, key: str, read: Callable[[Readable], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
         """Returns the answer of the nearest place that has the key.
@@ -283,10 +284,3 @@ def _fit(parts: Blocks, record: FileRecord) -> bool:
     versions.
     """
     return parts.size == PART_BYTES and len(parts.sha256s) == len(range(0, record.bytes, PART_BYTES))
-
-
-def file_server(url: str, key: str) -> Readable:
-    """The files of another node."""
-    from rlpipe.store.remote import FileServer  # obstore takes 0.3 s to import
-
-    return FileServer(url, key)

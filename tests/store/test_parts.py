@@ -108,7 +108,7 @@ def new_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
     def made() -> World:
         folder = above / str(next(numbers))
         folder.mkdir()
-        patched.setattr(nearby, "file_server", lambda url, key: Disk(folder / "server"))
+        patched.setattr(nearby, "FileServer", lambda url, key: Disk(folder / "server"))
         return World(folder)
 
     with pytest.MonkeyPatch.context() as patched:

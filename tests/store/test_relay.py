@@ -24,10 +24,10 @@ from rlpipe.store.artifacts import blocks_of, commit
 from rlpipe.store.backend import open_store
 from rlpipe.store.disk import Disk
 from rlpipe.store.documents import sealed
+from rlpipe.store.file_server import FileServer
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
-from rlpipe.store.remote import FileServer
 from rlpipe.store.transfer import PART_BYTES
 from tests.engine_world import config
 
@@ -126,7 +126,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made = World(tmp_path)
     trainers = {TRAINER: made.trainer, SECOND: made.second}
     monkeypatch.setattr(
-        module, "file_server", lambda url, key: trainers[url] if url in trainers else FileServer(url, key)
+        module, "FileServer", lambda url, key: trainers[url] if url in trainers else FileServer(url, key)
     )
     yield made
     for runner in made.runners:

@@ -308,7 +308,7 @@ def _sha256(tensor: Tensor) -> str:
     """
     digest = hashlib.sha256()
     for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(HASHED_BYTES):
-        digest.update(piece.cpu().clone().numpy())
+        digest.update(piece.cpu().clone().numpy().data)
     return digest.hexdigest()
 
 
