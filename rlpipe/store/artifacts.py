@@ -10,7 +10,6 @@ Files are verified when they are read.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import uuid
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from rlpipe.records.columns import from_table, read_table, schema_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import parse_document, sealed
 from rlpipe.store.lease import Lease, fenced
-from rlpipe.store.transfer import mapped_part
 
 Record = TypeVar("Record")
 MANIFEST = "manifest.json"
@@ -89,14 +87,8 @@ def file_sha256(path: Path) -> str:
 
 
 def blocks_of(path: Path, size: int) -> Blocks:
-    """The hashes of the blocks of a file; `size`: of a block, in whole pages of memory."""
-    sha256s = list[str]()
     with path.open("rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        for at in range(0, end, size):
-            with mapped_part(file.fileno(), at, min(at + size, end)) as block:
-                sha256s.append(hashlib.sha256(block).hexdigest())
-    return Blocks(size, sha256s)
+        return Blocks(size, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(size), b"")])
 
 
 def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:
