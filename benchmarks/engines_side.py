@@ -1,9 +1,10 @@
 """One side of benchmarks/engines.py, run by the Python that its engine is installed for.
 
-    PYTHON benchmarks/engines_side.py '{"kind": "generate", "model": FOLDER, "dtype": "float32", "threads": 1}'
+    PYTHON benchmarks/engines_side.py '{"kind": "generate", "model": FOLDER, ...}'
 
-Says "ready", then reads a job in JSON a line, {"prompts": [[token, ...], ...], "group": 8, "new": 64},
-samples `group` completions of exactly `new` tokens for each prompt, and answers with its seconds.
+Says "ready", then reads a job in JSON a line, {"prompts": [[token, ...], ...], "group": 8, "new":
+64}, samples `group` completions of exactly `new` tokens for each prompt, and answers with its
+seconds.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Llama:
         api.llama_free(context)
 
     def _decoded(self, context: Any, batch: Any, entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """The most likely next tokens after the entries (token, position, sequence, True where asked)."""
+        """The most likely next tokens after the entries: token, position, sequence, and True where
+        asked.
+        """
         batch.n_tokens = len(entries)
         for index, (token, place, row, is_asked) in enumerate(entries):
             batch.token[index], batch.pos[index], batch.logits[index] = token, place, is_asked
@@ -110,8 +113,8 @@ class Llama:
 
 
 class Server:
-    """An engine behind HTTP: one server a number of completions, as `engines.in_flight_max` says how
-    many come at once.
+    """An engine behind HTTP: one server a number of completions, as `engines.in_flight_max` says
+    how many come at once.
     """
 
     def __init__(self, argv: list[str], is_vllm: bool, rows_option: str) -> None:
@@ -172,7 +175,7 @@ class Server:
 
 
 class Limits:
-    """What the machine can do: bytes read each second, and operations of a product each second."""
+    """The bytes that the machine reads a second, and the operations of products a second."""
 
     def __init__(self, threads: int) -> None:
         import torch

@@ -1,5 +1,5 @@
-"""Linear layers in bfloat16 whose weights are copied once in the order in which a CPU with AMX reads
-them.
+"""Linear layers in bfloat16 whose weights are copied once into the order in which a CPU with AMX
+reads them.
 
 oneDNN, which computes them, otherwise copies a weight into that order at each product: of few rows
 that takes longer than the product. The bits are the same. The copy takes the memory of the weights
@@ -32,8 +32,8 @@ class PackedLinear(nn.Linear):
 
 
 class Packed:
-    """The linear layers of `lm` that compute by copies; none where the machine or the number type is
-    another. `take` after each load, `drop` before the memory of the weights is freed.
+    """The linear layers of `lm` that compute by copies; none on another machine, or with another
+    number type. `take` after each load, `drop` when the memory of the weights is freed.
     """
 
     def __init__(self, lm: Any) -> None:

@@ -80,7 +80,8 @@ class SlotPool:
             if slot >= rows:
                 to, end = self._first_free(), job.num_tokens
                 self.kv_N2SHLD[:, :, to, :, :end] = self.kv_N2SHLD[:, :, slot, :, :end]
-                self.settings_S[[to, slot]] = self.settings_S[slot], no_settings(1)[0]
+                self.settings_S[to] = self.settings_S[slot]
+                self.settings_S[slot] = no_settings(1)
                 self.slots[job] = to
                 self.free.append(slot)
 
