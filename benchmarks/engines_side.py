@@ -54,7 +54,7 @@ class Llama:
     """
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
         import numpy as np
 
         self.np, self.api, self.threads = np, llama_cpp, threads

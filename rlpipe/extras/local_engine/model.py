@@ -291,8 +291,8 @@ class LocalModel:
             return self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
         # the part first: what the whole writes stays
         seen_SV = None if part in self._parts else self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
-        whole_S = [functional.pad(given, (0, slots - rows)) for given in (tokens_S, position_S)]
-        whole_SV = self._step(*whole_S, kv_N2SHLD)[:rows]
+        whole_S, at_S = (functional.pad(given, (0, slots - rows)) for given in (tokens_S, position_S))
+        whole_SV = self._step(whole_S, at_S, kv_N2SHLD)[:rows]
         if seen_SV is not None:
             self._parts[part] = torch.equal(seen_SV, whole_SV)
         return whole_SV

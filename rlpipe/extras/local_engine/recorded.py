@@ -28,7 +28,7 @@ class Recorded:
 
     def __init__(self, function: Callable[..., Tensor], graph: Any = None) -> None:
         self._function = function
-        self.graph = graph
+        self.graph: Any = graph
         self._is_borrowed = graph is not None
         self._calls = RECORD_AFTER - 1 if self._is_borrowed else 0
         self.proven = False
