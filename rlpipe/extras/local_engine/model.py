@@ -1,9 +1,10 @@
 """The model of the engine: weights that are checked before they serve, and forward passes whose
 shape depends on nothing but the request itself.
 
-A matrix product computes other bits for a row when the number of rows changes. So a prompt is
-always computed in a block of `block_rows(P)` rows of P tokens, and a decode step always runs all
-slots of its bucket; unused rows are padding.
+A matrix product may compute other bits for a row when the number of rows changes. So a prompt is
+always computed in a block of `block_rows(P)` rows of P tokens, and a decode step gives the bits of
+a step with all slots of its bucket, at its whole length; unused rows are padding. Fewer rows and a
+shorter length are computed where they have been seen to give these bits.
 
 Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
 length, D head size, V vocabulary, K kept positions.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from rlpipe.base.errors import StoreError, UserError
@@ -33,6 +35,7 @@ from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_n
 from rlpipe.models.folder import folder_config
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import Masks
+from rlpipe.models.packed import Packed
 from rlpipe.models.storage import free, storages_of
 
 PROMPT_STEP = 32
@@ -40,6 +43,7 @@ BUCKET_STEP = 64
 BLOCK_TOKENS = 128
 SLOT_TOKENS_MAX = 32768
 SLOTS_MIN, SLOTS_MAX = 16, 128
+ROW_STEP, LENGTH_STEP = 16, 64  # of the slots and of the length that a decode step computes
 KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
 SCORE_ROWS = 32
 HASHED_BYTES = 1 << 20  # of a tensor at a time: what stays in the processor's cache
@@ -117,6 +121,8 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
+        # by the shape of all slots, rows and length: if such a part has the bits of the whole
+        self._parts: dict[tuple[int, ...], bool] = {}
         # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
@@ -132,8 +138,9 @@ class LocalModel:
         self.lm = self.lm.eval().requires_grad_(False)
         keep_dtypes(self.lm, tensors_of(empty_model(config)))
         use_fast_linears(self.lm)
-        self._load(folder)
         self.lm.to(self.device)
+        self._packed = Packed(self.lm)
+        self._load(folder)
         try:
             self.masks = Masks(self.lm)
             # transformers from 5.24 on warns at the old name
@@ -171,12 +178,12 @@ class LocalModel:
             block = self.prefill([tokens[:PROVEN_PROMPT]], PROMPT_STEP)
             kv_N2SHLD = self.empty_slots(SLOTS_MIN, BUCKET_STEP)
             kv_N2SHLD[:, :, :1, :, :PROMPT_STEP] = block.kv_N2RHPD[:, :, :1]
-            logits = [block.logits_RV[0]]
+            logits, key_L = [block.logits_RV[0]], torch.arange(BUCKET_STEP, device=self.device)
             for position in range(PROVEN_PROMPT, PROVEN_TOKENS):
                 tokens_S, position_S = (
                     torch.full((SLOTS_MIN,), value, device=self.device) for value in (tokens[position], position)
                 )
-                logits.append(self._decode(tokens_S, position_S, kv_N2SHLD)[0])
+                logits.append(self._decode(tokens_S, position_S, kv_N2SHLD, key_L)[0])
         given_LV = torch.stack(logits)
         return float((given_LV.log_softmax(-1) - own_LV[PROVEN_PROMPT - 1 :].log_softmax(-1)).abs().mean())
 
@@ -203,6 +210,7 @@ class LocalModel:
         pieces = storages_of(tensors_of(self.lm).values())
         self._sizes = [(piece, piece.nbytes()) for piece in pieces]
         free(pieces)
+        self._packed.drop()
 
     def resume(self) -> None:
         """Allocates the memory again, and reads the same weights from their folder."""
@@ -215,6 +223,7 @@ class LocalModel:
         # copies into the parameters that are there, so that memory stays flat over any number of
         # reloads; tied names are not repeated
         self.lm.load_state_dict(read_checkpoint(Path(folder), self.lm), strict=False)
+        self._packed.take()
         for recorded in self._passes.values():
             recorded.weights_changed()
 
@@ -271,16 +280,36 @@ class LocalModel:
         # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
         return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
 
-    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
-        """Logits [S, V] after one more token per slot, whose key and value are written at
-        `position_S`.
-        """
-        step = self._passes.setdefault(tuple(kv_N2SHLD.shape), Recorded(self._decode))
-        return step(tokens_S, position_S, kv_N2SHLD)
+    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, length: int) -> Tensor:
+        """Logits [rows, V] after one more token in each of the first slots, as many as there are
+        tokens, whose key and value are written at `position_S`, below `length`.
 
-    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        The bits are those of a step with all slots.
+        """
+        rows, slots, bucket = len(tokens_S), kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
+        part = (slots, bucket, rows, length)
+        if (rows, length) == (slots, bucket) or self._parts.get(part):
+            return self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
+        # the part first: what the whole writes stays
+        seen_SV = None if part in self._parts else self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
+        whole_S, at_S = (functional.pad(given, (0, slots - rows)) for given in (tokens_S, position_S))
+        whole_SV = self._step(whole_S, at_S, kv_N2SHLD)[:rows]
+        if seen_SV is not None:
+            self._parts[part] = torch.equal(seen_SV, whole_SV)
+        return whole_SV
+
+    def _decode_part(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, length: int) -> Tensor:
+        return self._step(tokens_S, position_S, kv_N2SHLD[:, :, : len(tokens_S), :, :length])
+
+    def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
+        shape = tuple(kv_N2SHLD.shape)
+        if shape not in self._passes:
+            graphs = (made.graph for known, made in self._passes.items() if known[2] == shape[2] and made.proven)
+            self._passes[shape] = Recorded(self._decode, next(graphs, None))
+        return self._passes[shape](tokens_S, position_S, kv_N2SHLD, torch.arange(shape[4], device=self.device))
+
+    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, key_L: Tensor) -> Tensor:
         cache = SlotCache(kv_N2SHLD, position_S)
-        key_L = torch.arange(cache.get_seq_length(), device=self.device)
         output = self.lm(
             input_ids=tokens_S[:, None],
             attention_mask=self.masks.of(position_S[:, None, None], key_L),

@@ -23,13 +23,14 @@ RECORD_AFTER = 32  # calls: to record costs about as much as a graph saves in as
 
 class Recorded:
     """A function of tensors of fixed shapes that returns one tensor, and may be called twice with
-    the same ones.
+    the same ones. `graph`: of a call with other shapes, which is tried before one is recorded.
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor], graph: Any = None) -> None:
         self._function = function
-        self._graph: Any = None
-        self._calls = 0
+        self.graph: Any = graph
+        self._is_borrowed = graph is not None
+        self._calls = RECORD_AFTER - 1 if self._is_borrowed else 0
         self.proven = False
 
     def __call__(self, *tensors: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class Recorded:
         # weights, which are loaded anew
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]
             if self.proven:
-                return self._graph(*tensors)
+                return self.graph(*tensors)
             outcome = self._function(*tensors)
             self._calls += 1
             if self._calls == RECORD_AFTER:
@@ -46,7 +47,7 @@ class Recorded:
 
     def weights_changed(self) -> None:
         """Makes the next call verify the graph again."""
-        if self._graph is not None:
+        if self.graph is not None:
             self.proven, self._calls = False, RECORD_AFTER - 1
 
     def _prove(self, tensors: tuple[Tensor, ...], expected: Tensor) -> None:
@@ -54,16 +55,20 @@ class Recorded:
         expected bits.
         """
         try:
-            if self._graph is None:
+            if self.graph is None:
                 with _ValuesUnseen():
                     self._function(*tensors)
                 with warnings.catch_warnings():
-                    # shapes become numbers, which is what is wanted: they never change
+                    # where shapes become numbers, the graph serves these alone
                     warnings.simplefilter("ignore")
-                    self._graph = torch.jit.trace(self._function, tensors, check_trace=False)
-            self.proven = torch.equal(self._graph(*tensors), expected)
+                    self.graph = torch.jit.trace(self._function, tensors, check_trace=False)
+            self.proven = torch.equal(self.graph(*tensors), expected)
         except MODEL_FAULTS:
             self.proven = False
+        if not self.proven:
+            self._function(*tensors)  # what it writes stays
+        if self._is_borrowed and not self.proven:  # shapes are numbers in it: one of its own comes later
+            self.graph, self._is_borrowed, self._calls = None, False, 0
 
 
 class _ValuesUnseen(TorchDispatchMode):

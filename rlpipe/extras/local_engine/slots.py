@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpipe.extras.local_engine.model import LocalModel, PrefixBlock, round_up, slot_count
+from rlpipe.extras.local_engine.model import LENGTH_STEP, ROW_STEP, LocalModel, PrefixBlock, round_up, slot_count
 from rlpipe.extras.local_engine.protocol import SamplingJob
 
 VOCAB_STEP = 64  # with a multiple of 64, every row of the sampler starts on a vector's border
@@ -24,7 +24,9 @@ SETTINGS = np.dtype([("seed", np.uint64), ("temperature", np.float64), ("top_p",
 
 
 class SlotPool:
-    """Jobs of one bucket length, sampled and decoded in step. A free slot computes padding."""
+    """Jobs of one bucket length, sampled and decoded in step, in the first slots; the free ones
+    among these compute padding.
+    """
 
     def __init__(self, model: LocalModel, bucket: int) -> None:
         self.model = model
@@ -47,7 +49,7 @@ class SlotPool:
         assert job not in self.slots and len(job.tokens) < job.sampling.max_new_tokens, (
             f"{job.rid} has nothing left to sample"
         )
-        slot = self.slots[job] = self.free.pop()
+        slot = self.slots[job] = self._first_free()
         self.kv_N2SHLD[:, :, slot, :, :padded] = block.kv_N2RHPD[:, :, row]
         self.logits_SV[slot, : self.model.vocab_size] = block.logits_RV[row]
         sampling = job.sampling
@@ -60,14 +62,38 @@ class SlotPool:
         self.settings_S[slot] = no_settings(1)
         self.free.append(slot)
 
+    def _first_free(self) -> int:
+        slot = min(self.free)
+        self.free.remove(slot)
+        return slot
+
+    def _used_rows(self) -> int:
+        """The number of first slots that have all jobs, filled up to a whole step."""
+        return min(round_up(max(self.slots.values()) + 1, ROW_STEP), len(self.settings_S))
+
+    def _compact(self) -> None:
+        """Moves jobs to the first slots where a step then computes fewer; their logits are not
+        moved.
+        """
+        rows = round_up(len(self.slots), ROW_STEP)
+        for job, slot in self.slots.items():
+            if slot >= rows:
+                to, end = self._first_free(), job.num_tokens
+                self.kv_N2SHLD[:, :, to, :, :end] = self.kv_N2SHLD[:, :, slot, :, :end]
+                self.settings_S[to] = self.settings_S[slot]
+                self.settings_S[slot] = no_settings(1)
+                self.slots[job] = to
+                self.free.append(slot)
+
     def sample(self, weight_version: str) -> None:
         """Samples one token for every job."""
-        index_S = np.zeros(len(self.settings_S), dtype=np.uint64)
+        rows = self._used_rows()
+        settings_S, index_S = self.settings_S[:rows], np.zeros(rows, dtype=np.uint64)
         for job, slot in self.slots.items():
             index_S[slot] = len(job.tokens)
             if len(job.tokens) < job.sampling.min_new_tokens:
                 self.logits_SV[slot, torch.tensor(job.stop_token_ids, dtype=torch.long)] = -torch.inf
-        tokens_S, logprobs_S = sample(self.logits_SV, self.settings_S, uniforms(self.settings_S["seed"], index_S))
+        tokens_S, logprobs_S = sample(self.logits_SV[:rows], settings_S, uniforms(settings_S["seed"], index_S))
         tokens, logprobs = tokens_S.tolist(), logprobs_S.tolist()
         for job, slot in self.slots.items():
             job.tokens.append(tokens[slot])
@@ -78,14 +104,17 @@ class SlotPool:
         """Computes the logits after the tokens sampled last; padding runs at position 0 of free
         slots.
         """
-        last, position = [0] * len(self.settings_S), [0] * len(self.settings_S)
+        self._compact()
+        rows = self._used_rows()
+        last, position = [0] * rows, [0] * rows
         for job, slot in self.slots.items():
             last[slot] = job.tokens[-1]
             position[slot] = job.num_tokens - 1
         assert max(position) < self.bucket, "a row outgrew its bucket"
         device = self.model.device
         last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
-        self.logits_SV[:, : self.model.vocab_size] = self.model.decode(last_S, position_S, self.kv_N2SHLD)
+        length = min(round_up(max(position) + 1, LENGTH_STEP), self.bucket)
+        self.logits_SV[:rows, : self.model.vocab_size] = self.model.decode(last_S, position_S, self.kv_N2SHLD, length)
 
 
 def no_settings(num_slots: int) -> np.ndarray:

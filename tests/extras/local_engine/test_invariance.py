@@ -120,6 +120,34 @@ async def test_every_engine_and_every_order_of_arrival_gives_the_same_bits() -> 
     assert [sampled(await tasks[index]) for index in range(NUM_REQUESTS)] == batch
 
 
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_slots_that_become_free_change_no_bits(dtype: Dtype) -> None:
+    """Of 40 jobs in one bucket most end early: the others move to the first slots, and a step has
+    fewer rows."""
+    draw = random.Random(1)
+    bodies = [
+        {"input_ids": [draw.randrange(3, VOCAB) for _ in range(20)], "return_logprob": True,
+         "sampling_params": {"max_new_tokens": draw.choice([1, 2, 3, 40]), "sampling_seed": index, "ignore_eos": True}}
+        for index in range(40)
+    ]  # fmt: skip
+    model = local_model("cpu", dtype)
+
+    def run(chosen: list[int]) -> list[Any]:
+        scheduler = Scheduler(model, "1", torch.get_num_threads())
+        calls = [parse_generate(bodies[index], ModelLimits(VOCAB, 512, ()), str(index), 0) for index in chosen]
+        with torch.inference_mode():
+            for call in calls:
+                scheduler.submit(call)
+            while scheduler.live:
+                scheduler.step()
+        return [(call.jobs[0].tokens, call.jobs[0].logprobs) for call in calls]
+
+    together = run([*range(40)])
+    assert [run([index])[0] for index in range(40)] == together
+    rows = {rows for _, _, rows, _ in model._parts}
+    assert {16, 32, 48} >= rows >= {16, 48}
+
+
 def test_more_buckets_than_pools_all_get_their_turn() -> None:
     scheduler = Scheduler(local_model("cpu"), "1", torch.get_num_threads())
     limits = ModelLimits(VOCAB, 512, ())
