@@ -4,7 +4,7 @@ shape depends on nothing but the request itself.
 A matrix product may compute other bits for a row when the number of rows changes. So a prompt is
 always computed in a block of `block_rows(P)` rows of P tokens, and a decode step gives the bits of
 a step with all slots of its bucket, at its whole length; unused rows are padding. Fewer rows and a
-shorter length are computed where they have been seen to give these bits.
+shorter length are computed where `PROOFS` steps have given these bits.
 
 Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
 length, D head size, V vocabulary, K kept positions.
@@ -44,6 +44,8 @@ BLOCK_TOKENS = 128
 SLOT_TOKENS_MAX = 32768
 SLOTS_MIN, SLOTS_MAX = 16, 128
 ROW_STEP, LENGTH_STEP = 16, 64  # of the slots and of the length that a decode step computes
+# steps in which a part must have the bits of the whole; of products in bfloat16 few elements differ
+PROOFS, UNEQUAL = 3, -1
 KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
 SCORE_ROWS = 32
 HASHED_BYTES = 1 << 20  # of a tensor at a time: what stays in the processor's cache
@@ -121,8 +123,8 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
-        # by the shape of all slots, rows and length: if such a part has the bits of the whole
-        self._parts: dict[tuple[int, ...], bool] = {}
+        # by the shape of all slots, rows and length: how often this part had the bits of the whole
+        self._parts: dict[tuple[int, ...], int] = {}
         # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
@@ -288,14 +290,15 @@ class LocalModel:
         """
         rows, slots, bucket = len(tokens_S), kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
         part = (slots, bucket, rows, length)
-        if (rows, length) == (slots, bucket) or self._parts.get(part):
+        seen = self._parts.get(part, 0)
+        if (rows, length) == (slots, bucket) or seen == PROOFS:
             return self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
         # the part first: what the whole writes stays
-        seen_SV = None if part in self._parts else self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
+        seen_SV = None if seen == UNEQUAL else self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
         whole_S, at_S = (functional.pad(given, (0, slots - rows)) for given in (tokens_S, position_S))
         whole_SV = self._step(whole_S, at_S, kv_N2SHLD)[:rows]
         if seen_SV is not None:
-            self._parts[part] = torch.equal(seen_SV, whole_SV)
+            self._parts[part] = seen + 1 if torch.equal(seen_SV, whole_SV) else UNEQUAL
         return whole_SV
 
     def _decode_part(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, length: int) -> Tensor:
