@@ -24,12 +24,15 @@ if "SLOW_STEP_S" in os.environ and "rlpipe.extras.local_engine.server" in sys.or
 if "SLOW_UPDATE_S" in os.environ and sys.orig_argv[-2:-1] == ["rlpipe.trainer.server"] and "--" not in sys.orig_argv:
     import time
 
+    from torch import Tensor
+
+    from rlpipe.config.training import OptimizerConfig
     from rlpipe.trainer.step import Resident
 
     apply, update_s = Resident.apply, float(os.environ["SLOW_UPDATE_S"])
 
-    def slow_apply(self: Resident, *arguments: object) -> None:
+    def slow_apply(self: Resident, gradients: list[Tensor], rate: float, settings: OptimizerConfig) -> None:
         time.sleep(update_s)
-        apply(self, *arguments)
+        apply(self, gradients, rate, settings)
 
     Resident.apply = slow_apply

@@ -67,7 +67,7 @@ def hashing() -> Iterator[Hashing]:
         yield Hashing(thread)
 
 
-def write_at(descriptor: int, data: bytes, start: int) -> int:
+def write_at(descriptor: int, data: Part, start: int) -> int:
     """Writes all of `data` at a place of an open file; returns the position of its end."""
     left = memoryview(data)
     while left:
