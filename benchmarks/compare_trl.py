@@ -88,12 +88,13 @@ class Comparison:
 
     def __init__(self, scratch: Path, iterations: int, model: str) -> None:
         self.scratch, self.iterations = scratch, iterations
+        self.slow: dict[str, str] = {}  # environment variables of parts that sleep (overlap.py)
         self.store = open_store(f"file://{scratch}/store")
         self.model = model or self.taught()
 
     def rlpipe(self, run: str, overrides: list[str]) -> Run:
         """`rlpipe run tiny` to its end."""
-        environment = {**os.environ, "PREFECT_HOME": str(self.scratch / "prefect"), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PREFECT_HOME": str(self.scratch / "prefect"), "PYTHONPATH": str(ROOT)} | self.slow
         environment.pop("PREFECT_API_URL", None)
         command = [str(Path(sys.executable).parent / "rlpipe"), "run", "tiny", "--run", run]
         command += [part for each in (f"store=file://{self.scratch}/store", *overrides) for part in ("--set", each)]

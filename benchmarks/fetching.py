@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -31,7 +32,7 @@ from aiohttp import web
 
 from benchmarks.weights_world import copier
 from rlpipe.base.manifests import Manifest
-from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.source import read_config
 from rlpipe.engines.fleet import Fleet
 from rlpipe.engines.remote import HostService, RemoteHost
@@ -40,13 +41,14 @@ from rlpipe.processes.launch import free_port
 from rlpipe.services.calls import new_session
 from rlpipe.services.finder import Peer
 from rlpipe.services.registration import ENGINES, KEY_VARIABLE, TRAINER, Registration, ServiceRecord
-from rlpipe.store.artifacts import file_sha256
+from rlpipe.store.artifacts import Blocks
 from rlpipe.store.backend import open_store
 from rlpipe.store.documents import sealed
 from rlpipe.store.nearby import Nearby, NodeDisk
+from rlpipe.store.transfer import PART_BYTES
 from rlpipe.trainer.node_server import NodeServer
 from rlpipe.trainer.process import TrainerOptions
-from rlpipe.trainer.publishing import BEGIN_S, Uploads
+from rlpipe.trainer.publishing import BEGIN_S, Uploads, published_in_blocks
 from tests.network_world import Node, network, unavailable
 
 PRESETS = Path(__file__).parent.parent / "flows/presets"
@@ -102,10 +104,10 @@ def started(node: Node, *arguments: object) -> subprocess.Popen[str]:
     return process
 
 
-def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tuple[ArtifactRef, str, list[str]]:
+def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tuple[ArtifactRef, str, dict[str, Blocks]]:
     """A policy of random bytes below `folder`, its manifest, and the
-    names of its files of weights."""
-    records = []
+    hashes of the parts of its files of weights."""
+    records, parts = [], {}
     names = [f"model-{index:05d}.safetensors" for index in range(num_files)]
     for name, size in {"config.json": 0, **dict.fromkeys(names, num_bytes // num_files)}.items():
         path = folder / POLICY / attempt / name
@@ -114,14 +116,15 @@ def published(folder: Path, num_bytes: int, num_files: int, attempt: str) -> tup
             file.write(b"" if size else b"{}")
             for at in range(0, size, PIECE_BYTES):
                 file.write(os.urandom(min(PIECE_BYTES, size - at)))
-        records.append(FileRecord(f"{attempt}/{name}", path.stat().st_size, file_sha256(path)))
+        record, blocks = published_in_blocks(path, PART_BYTES)
+        records.append(record)
+        parts |= {record.name: blocks} if size else {}
     manifest = sealed(Manifest("a", "rl", 0, "policy", {}, "0", {}, records, {}, 1, "x", MOMENT, MOMENT))
-    weights = [f"{attempt}/{name}" for name in names]
-    return ArtifactRef(POLICY, hashlib.sha256(manifest).hexdigest()), manifest.decode(), weights
+    return ArtifactRef(POLICY, hashlib.sha256(manifest).hexdigest()), manifest.decode(), parts
 
 
 def shared(
-    folder: Path, weights: list[str], trainers: list[str], urls: dict[str, str]
+    folder: Path, weights: Iterable[str], trainers: list[str], urls: dict[str, str]
 ) -> tuple[list[NodeDisk], dict[str, int]]:
     """The files as so many nodes of a trainer have made them: places, and which has which."""
     made_on = {name: index % len(trainers) for index, name in enumerate(weights)}
@@ -154,7 +157,7 @@ def measure(folder: Path, nodes: dict[str, Node], options: argparse.Namespace, n
     for name in (*trainers, *HOSTS):
         (folder / name).mkdir(parents=True)
     num_bytes = int(options.gb * 1e9)
-    policy, manifest, weights = published(folder / "trainer/published", num_bytes, num_files, f"try{num_files}")
+    policy, manifest, parts = published(folder / "trainer/published", num_bytes, num_files, f"try{num_files}")
     copied = folder / "copied"
     with copied.open("wb") as file:
         file.write(os.urandom(PIECE_BYTES))
@@ -167,7 +170,7 @@ def measure(folder: Path, nodes: dict[str, Node], options: argparse.Namespace, n
             kind = ENGINES if other in HOSTS else TRAINER
             asyncio.run(Registration(store, "runs/a", kind, record_of(other, url)).enter())
     ways = {
-        f"from {count}": Nearby(POLICY, manifest, *shared(folder, weights, list(trainers[:count]), urls))
+        f"from {count}": Nearby(POLICY, manifest, *shared(folder, parts, list(trainers[:count]), urls), parts=parts)
         for count in options.trainers
     }
     processes = {

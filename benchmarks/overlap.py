@@ -1,13 +1,17 @@
 """`rl.overlap = "iteration"` beside "none", on two cores of a CPU, one for the engine and one for
 the trainer: seconds an iteration, and what each learns.
 
-    .venv/bin/python benchmarks/overlap.py [--seeds 3] [--iterations 8] [--set A.B=C ...]
+    .venv/bin/python benchmarks/overlap.py [--seeds 3] [--iterations 8] [--own-cores]
+        [--set A.B=C ...]
 
 All start from the preset `tiny` after its SFT, without its filter. For one seed there is a run of
 each, one at a time, for every other seed the other way round. Seconds are from commit to commit of
 iteration.json, of `rlpipe run` with Prefect, MLflow and the store, without evaluations. The limit
 is what would be left if the shorter of sampling (generate, score, filter) and training (train,
 checkpoint) were hidden behind the longer, and nothing else changed.
+
+`--own-cores` plays an engine and a trainer that have cores of their own: both sleep in each step
+(benchmarks/slow), for most of an iteration, so that the two cores of this machine are no limit.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.compare_trl import Comparison
+from benchmarks.compare_trl import ROOT, Comparison
 from rlpipe.base.manifests import moment_of
 from rlpipe.store.progress import Progress
 
 MODES = ("none", "iteration")
 SAMPLING, TRAINING = ("sample_prompts", "generate", "score", "filter"), ("train", "checkpoint")
+SLOW = {"PYTHONPATH": f"{ROOT / 'benchmarks' / 'slow'}:{ROOT}", "SLOW_STEP_S": "0.1", "SLOW_UPDATE_S": "1.5"}
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--num-steps", type=int, default=4, help="optimizer steps of an iteration")
+    parser.add_argument("--own-cores", action="store_true", help="engine and trainer sleep in each step")
     parser.add_argument("--set", action="append", default=[], dest="sets", help="of all runs")
     arguments = parser.parse_args()
     if arguments.iterations < 5:
         parser.error(f"--iterations {arguments.iterations}: use 5 or more; the first two and the last are not timed")
     with tempfile.TemporaryDirectory() as scratch:
         comparison = Comparison(Path(scratch), arguments.iterations, "")
+        comparison.slow = SLOW if arguments.own_cores else {}
         ratios = list[float]()
         for seed in range(arguments.seeds):
             order = MODES if seed % 2 == 0 else MODES[::-1]

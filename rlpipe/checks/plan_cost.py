@@ -21,18 +21,27 @@ TOKEN_BYTES = 30
 PLACES = (16, 128)  # of the local engine, at least and at most
 # policies in scratch while a run is at work: what was published, and what engines load and have
 COPIES = 3
+GAIN_MIN = 1.2  # of bfloat16, below which nobody need hear of it
+SHARE_MIN = 0.8  # of a core, in a measurement on a quiet machine
+BUSY = "; TOO LONG: other work kept this processor busy, of which the measurement had {:.0%} of a core"
 
 
 @dataclass(frozen=True)
 class Speed:
     """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and
     backward, of one forward, and of a token for each place of an engine. Example: Speed(2.1, 0.7,
-    0.12).
+    0.12, 0.98).
+
+    `share`: what the measurement had of a core, 0 to 1; beside other work it is low, and the
+    seconds are too many. `bfloat16`: how many times as fast a microbatch is in bfloat16; 0 where
+    that was not tried.
     """
 
     train_s: float
     forward_s: float
     decode_s: float
+    share: float
+    bfloat16: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,12 +161,15 @@ def time_lines(config: PipelineConfig, speed: Speed | str, lengths: Lengths) -> 
     sample_s = _sampling_s(config, speed, started, rl.completion_tokens_max)
     evaluation_s = _evaluations_s(config, speed)
     total_s = sft_s + rl.num_iterations * (train_s + sample_s) + evaluation_s
-    return [
+    lines = [
         f"time, estimated from passes of this model on this processor just now: an iteration trains {train_s:,.1f} s"
         f" and samples {sample_s:,.1f} s; in all {total_s / 3600:,.2f} h (SFT {sft_s / 3600:,.2f}, evaluations"
         f" {evaluation_s / 3600:,.2f}) when all completions have full length; rewards and what lies between the stages"
-        " come on top"
+        " come on top" + (BUSY.format(speed.share) if speed.share < SHARE_MIN else "")
     ]
+    if speed.bfloat16 >= GAIN_MIN:
+        lines.append(f"  with model.dtype = 'bfloat16' this processor trains {speed.bfloat16:.1f} times as fast")
+    return lines
 
 
 def _evaluations_s(config: PipelineConfig, speed: Speed) -> float:

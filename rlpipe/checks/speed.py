@@ -38,10 +38,19 @@ def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, ti
     size = 2 * 4 * sum(parameter.numel() for parameter in empty_model(largest).parameters())
     if size > BYTES_MAX:
         return f"a model of its first {more} layers would take {size_text(size)}, and is too large to be timed here"
+    started, computed = time.perf_counter(), time.thread_time()
     small, large = (_passes(_first_layers(config, count), dtype, length, timing) for count in (few, more))
+    bfloat16 = _passes(largest, torch.bfloat16, length, timing)[0] if dtype == torch.float32 and has_amx() else 0.0
+    share = (time.thread_time() - computed) / (time.perf_counter() - started)
     steps = (layers - more) / (more - few) if more > few else 0.0
     train, forward, decode = (big + steps * max(0.0, big - little) for little, big in zip(small, large, strict=True))
-    return Speed(train, forward, decode)
+    return Speed(train, forward, decode, min(1.0, share), large[0] / bfloat16 if bfloat16 else 0.0)
+
+
+def has_amx() -> bool:
+    """True where a CPU multiplies matrices of bfloat16 by AMX, which makes bfloat16 worth a try."""
+    known: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # an older torch has none
+    return bool(known().get("amx_bf16"))
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
@@ -84,7 +93,6 @@ def _passes(
 
     trained, passed = _seconds(train), _seconds(torch.inference_mode()(forward))
     torch.set_num_threads(timing["engine_threads"])
-    lm.float()  # as the local engine computes on a CPU
     tokens_P1 = torch.zeros((timing["places"], 1), dtype=torch.long)
     scale = timing["tokens_max"] / (rows * length)
     return scale * trained, scale * passed, _seconds(torch.inference_mode()(decode))

@@ -56,8 +56,13 @@ def fetched(
     folder = materialised = check(whole_policy(store, policy, local, bases))
     assert (folder / "config.json").is_file(), f"{folder} is no policy"
     folder = kind_of(config.engines.kind).readable(folder)
-    differs = before.version if before is not None and not same_weights(before.folder, folder) else None
-    return Weights(folder, version, probe, materialised=materialised, differs_from=differs)
+    # an adapter that is merged into its base may round to the weights before
+    files = weight_hashes(store, policy) if bases is None else {}
+    differs = None
+    if before is not None:
+        same = before.files == files if files and before.files else same_weights(before.folder, folder)
+        differs = None if same else before.version
+    return Weights(folder, version, probe, materialised=materialised, differs_from=differs, files=files)
 
 
 def weight_hashes(store: Store, policy: ArtifactRef) -> dict[str, str]:

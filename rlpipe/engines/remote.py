@@ -49,6 +49,8 @@ COMMIT_WAIT_S = 7200.0  # for an upload
 COMMIT_POLL_S = 1.0
 SHUTDOWN_S = 1.0  # to finish the answers that are being sent
 FILE_CHUNK = 1 << 20
+# of a request that has the key; the hashes of a policy's parts are 8 MB for each TB
+BODY_BYTES_MAX = 1 << 26
 LOCAL_FAULTS = (StoreError, EngineError, ValueError, OSError, AssertionError)
 # any other fault is an EngineError
 FAULTS: dict[str, type[Exception]] = {"StoreError": StoreError, "UserError": UserError}
@@ -137,7 +139,7 @@ class HostService:
         await asyncio.to_thread(self.relay.clear)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._allowed])
+        app = web.Application(middlewares=[self._allowed], client_max_size=BODY_BYTES_MAX)
         routes = [web.get("/status", self.status), web.post("/serve", self.serve), web.post("/release", self.release)]
         app.add_routes([*routes, web.get(f"{FILES}/{{key:.+}}", self.file)])
         return app

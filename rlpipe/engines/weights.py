@@ -8,7 +8,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import StrictFloat, StrictInt
@@ -55,6 +55,8 @@ class Weights:
     materialised: Path | None = None
     # the version that was served before, if its weights have other bytes
     differs_from: int | None = None
+    # the sha256 of the whole policy's files of weights; empty where an adapter was merged
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def reading_s(folder: Path) -> float:

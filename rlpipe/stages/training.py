@@ -24,7 +24,7 @@ from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.loop.trainer_requests import OnProgress, Rebuild, Upload, do_job, send
 from rlpipe.store.adapter_files import Adapter
-from rlpipe.store.artifacts import is_pruned
+from rlpipe.store.artifacts import Blocks, is_pruned
 from rlpipe.store.commits import Published
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run
@@ -214,7 +214,8 @@ async def save(
     is_served = session.trainer.client.serves_files
     places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
     sender = session.trainer.client.sender(position) if session.config.engines.transport == "tensor" else None
-    published = Published(places, answer["made_on"], upload.finish, sender)
+    parts = {name: Blocks(**hashes) for name, hashes in answer.get("parts", {}).items()}
+    published = Published(places, answer["made_on"], parts, upload.finish, sender)
     return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
 
 

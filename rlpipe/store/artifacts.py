@@ -86,11 +86,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def blocks_of(path: Path) -> Blocks:
+def blocks_of(path: Path, size: int) -> Blocks:
     with path.open("rb") as file:
-        return Blocks(
-            BLOCK_BYTES, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-        )
+        return Blocks(size, [hashlib.sha256(block).hexdigest() for block in iter(lambda: file.read(size), b"")])
 
 
 def commit(store: Store, folder: str, manifest: Manifest, held: Lease | None = None) -> tuple[ArtifactRef, Manifest]:

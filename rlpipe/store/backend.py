@@ -5,9 +5,10 @@ created exclusively.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,17 @@ from rlpipe.base.references import is_key
 from rlpipe.base.values import expanded
 from rlpipe.store.cache import NO_CACHE, Cache
 from rlpipe.store.disk import Disk
-from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of_parts, hashing, parts_ahead, pieces_of
+from rlpipe.store.transfer import (
+    PART_BYTES,
+    FileContent,
+    Part,
+    Span,
+    content_of,
+    fetch_parts,
+    hashing,
+    parts_ahead,
+    pieces_of,
+)
 
 
 class Readable(Protocol):
@@ -146,12 +157,23 @@ class Store:
 
         Not atomic: callers compare the hash and rename.
         """
-        return self._get_parts(key, self.size(key), target)
+        size = self.size(key)
+        with (
+            target.open("w+b", buffering=0) as file,
+            contextlib.closing(self._fetched(key, size, file)) as spans,
+        ):
+            return content_of(file, spans)
 
-    def _get_parts(
-        self, key: str, size: int, target: Path, order: Sequence[int] = (), arrived: Callable[[int], None] | None = None
-    ) -> FileContent:
-        """As `get_file`, for a file of `size` bytes.
+    def _fetched(
+        self,
+        key: str,
+        size: int,
+        file: io.FileIO,
+        order: Sequence[int] = (),
+        arrived: Callable[[int], None] | None = None,
+    ) -> Generator[Span, None, None]:
+        """Downloads `key`, of `size` bytes, into an open file; yields its parts as they arrive, in
+        order.
 
         `order`: the starts of the parts in the order in which they are begun; `arrived` is called
         with the start of each part that was written.
@@ -163,9 +185,9 @@ class Store:
             if arrived is not None:
                 arrived(start)
 
-        with target.open("w+b", buffering=0) as file, self._missing(key):
-            file.truncate(size)
-            return content_of_parts(file, size, fetch_part, self.objects.parts_at_once, order)
+        file.truncate(size)
+        with self._missing(key):
+            yield from fetch_parts(size, fetch_part, self.objects.parts_at_once, order)
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder `prefix`, sorted; empty when there is none."""

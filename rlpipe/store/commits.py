@@ -21,7 +21,7 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.sending import Sender
-from rlpipe.store.artifacts import commit
+from rlpipe.store.artifacts import Blocks, commit
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.lease import Lease, fenced
@@ -46,12 +46,13 @@ class CommittedLate(StoreError):
 class Published:
     """Files that lie on the disks of the trainer's nodes and are in their upload to the store.
 
-    `places`, `made_on`, `sender`: as in `Nearby`. `upload` returns when the store has all of the
-    files.
+    `places`, `made_on`, `parts`, `sender`: as in `Nearby`. `upload` returns when the store has all
+    of the files.
     """
 
     places: list[NodeDisk]
     made_on: dict[str, int]
+    parts: dict[str, Blocks]
     upload: Act
     sender: Sender | None = None
 
@@ -90,7 +91,8 @@ class Commits:
         ref = ArtifactRef(folder, hashlib.sha256(document).hexdigest())
         self._uncommitted.artifacts[folder] = (ref, manifest)
         places, made_on, sender = published.places, published.made_on, published.sender
-        self._nearby = {ref.sha256: Nearby(folder, document.decode(), places, made_on, sender=sender)}
+        nearby = Nearby(folder, document.decode(), places, made_on, sender=sender, parts=published.parts)
+        self._nearby = {ref.sha256: nearby}
 
         async def commit_artifact() -> None:
             await published.upload()

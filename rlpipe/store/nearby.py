@@ -9,20 +9,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from rlpipe.base.errors import StoreError
+from rlpipe.base.references import FileRecord
 from rlpipe.records.sending import Sender
-from rlpipe.store.artifacts import MANIFEST, parse_manifest
+from rlpipe.store.artifacts import MANIFEST, Blocks, parse_manifest
 from rlpipe.store.backend import Objects, Readable, Store
 from rlpipe.store.disk import Disk, link
+from rlpipe.store.file_server import FileServer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
-from rlpipe.store.transfer import PART_BYTES, FileContent, Part
+from rlpipe.store.transfer import PART_BYTES, FileContent, Part, content_of, mapped_part
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+# of one file: as many threads receive, write and hash; more take turns for one interpreter
+PARTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ class Nearby:
     of the nodes that made the files; `made_on`: the index in `places` of each file, by its name in
     the artifact, and 0 for a file that is not in it; `peers`: the servers of the nodes that fetch
     the files at the same time, in the same order for all; `sender`: trainer processes that have the
-    policy in their memory and send it; None when it travels as files alone.
+    policy in their memory and send it; None when it travels as files alone; `parts`: the sha256 of
+    each part of a file, by its name in the artifact, from who took the sha256 in the manifest. A
+    file that is not in it is hashed whole.
     """
 
     folder: str
@@ -54,6 +62,7 @@ class Nearby:
     made_on: dict[str, int] = field(default_factory=dict)
     peers: list[str] = field(default_factory=list)
     sender: Sender | None = None
+    parts: dict[str, Blocks] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(0 <= place < len(self.places) for place in (0, *self.made_on.values())):
@@ -88,7 +97,9 @@ class NearStore(Store):
 
         A file on this node's disk is linked to `target`, unread: the process that wrote it has
         hashed it, and the upload hashes it again before anything made from it is committed. A file
-        from the network is hashed, and read from the store where it is damaged.
+        from the network is hashed: each part when it has arrived, and comes from the next place
+        where it is damaged; or, without hashes of its parts, the whole file, and is then read from
+        the store.
         """
         record = self._near.records.get(key)
         if record is None:
@@ -103,27 +114,35 @@ class NearStore(Store):
                 if self._relay is not None:
                     self._relay.has(key, target)
                 return wanted
-        content = self._get(key, record.bytes, target)
+        content = self._get(key, wanted, target)
         if content != wanted and self._near.leave(key, "it is damaged there"):
-            content = self._get(key, record.bytes, target)
+            content = self._get(key, wanted, target)
         return content
 
-    def _get(self, key: str, size: int, target: Path) -> FileContent:
-        """Reads a file from the servers, or the store; its parts are passed on as they arrive."""
-        order, own = self._near.order(size)
-        if self._relay is None:
-            return self._get_parts(key, size, target, order)
+    def _get(self, key: str, wanted: FileContent, target: Path) -> FileContent:
+        """Reads a file from the servers, or the store; its parts are passed on as they arrive, and
+        where their hashes are known only right ones.
+        """
+        order, own = self._near.order(wanted.bytes)
         target.unlink(missing_ok=True)  # parts of a damaged file may still be sent to others
-        target.touch()
-        with self._relay.arriving(key, target, own) as arrived:
-            return self._get_parts(key, size, target, order, arrived)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(target.open("w+b", buffering=0))
+            arrived = stack.enter_context(self._relay.arriving(key, target, own)) if self._relay else None
+            spans = stack.enter_context(contextlib.closing(self._fetched(key, wanted.bytes, file, order, arrived)))
+            if key not in self._near.sha256s:
+                return content_of(file, spans)
+            deque(spans, maxlen=0)  # each part was hashed
+            return wanted
 
 
 class NearObjects:
     """Reads of the files of one artifact; other files are read from the store.
 
-    `own_url`: the URL of this node among the peers.
+    `own_url`: the URL of this node among the peers. `sha256s`: of the parts of a file by their
+    starts, by its key.
     """
+
+    parts_at_once = PARTS_AT_ONCE
 
     def __init__(self, objects: Objects, nearby: Nearby, keys: Mapping[str, str], own_url: str) -> None:
         self._keys, self._places, self._made_on = keys, nearby.places, nearby.made_on
@@ -131,6 +150,11 @@ class NearObjects:
         address, document = f"{nearby.folder}/{MANIFEST}", nearby.manifest.encode()
         self.records = {f"{nearby.folder}/{record.name}": record for record in parse_manifest(address, document).files}
         self._documents = {address: document}
+        self.sha256s = {
+            key: dict(zip(range(0, record.bytes, PART_BYTES), nearby.parts[record.name].sha256s, strict=True))
+            for key, record in self.records.items()
+            if record.name in nearby.parts and _fit(nearby.parts[record.name], record)
+        }
         self._store = objects
         self._left: set[NodeDisk] = set()  # those that are not asked any more
         self._servers: dict[str, Readable] = {}  # of places and peers that were asked
@@ -176,23 +200,34 @@ class NearObjects:
 
     def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
         """Copies a part from the node that gets it first, where that is another node, else from the
-        nearest copy.
+        nearest copy that is right. StoreError when there is none.
         """
+
+        def is_copied(objects: Readable) -> bool:
+            return objects.copy_part(key, start, end, descriptor) == end and self._is_right(key, start, end, descriptor)
+
         peer = self._peers[owner_of(start, len(self._peers))] if self._peers and key in self.records else self._own_url
         asks = peer != self._own_url and peer not in self._peers_left and self._place(key) not in self._left
         if asks and self.on_disk(key) is None:
             try:
-                if self._server(peer).copy_part(key, start, end, descriptor) == end:
+                if is_copied(self._server(peer)):
                     return end
-                why = f"{key} is not whole there"
+                why = f"{key} is damaged there"
             except OSError as error:
                 why = str(error)
             if peer not in self._peers_left:
                 log.warning("a node that fetches the same weights passes nothing on: %s", why)
             self._peers_left.add(peer)
-        return self._nearest(
-            key, lambda objects: objects.copy_part(key, start, end, descriptor), lambda last: last == end
-        )
+        if not self._nearest(key, is_copied, bool):
+            raise StoreError(f"{key} is damaged in the store, between the bytes {start} and {end}")
+        return end
+
+    def _is_right(self, key: str, start: int, end: int, descriptor: int) -> bool:
+        """True when a part that was written has its sha256, or none is known."""
+        if key not in self.sha256s:
+            return True
+        with mapped_part(descriptor, start, end) as part:
+            return hashlib.sha256(part).hexdigest() == self.sha256s[key][start]
 
     def on_disk(self, key: str) -> Path | None:
         """The path of a file on this node's disk, if it is there with its full size."""
@@ -219,7 +254,7 @@ class NearObjects:
         return self._places[self._made_on.get(key.removeprefix(self._prefix), 0)]
 
     def _server(self, url: str) -> Readable:
-        return self._servers.get(url) or self._servers.setdefault(url, file_server(url, self._keys[url]))
+        return self._servers.get(url) or self._servers.setdefault(url, FileServer(url, self._keys[url]))
 
     def _nearest(self, key: str, read: Callable[[Readable], Answer], is_whole: Callable[[Answer], bool]) -> Answer:
         """Returns the answer of the nearest place that has the key.
@@ -238,14 +273,14 @@ class NearObjects:
             try:
                 if is_whole(answer := read(self._server(place.url))):
                     return answer
-                self.leave(key, "it is not whole there")
+                self.leave(key, "it is damaged there")
             except OSError as error:
                 self.leave(key, str(error))
         return read(self._store)
 
 
-def file_server(url: str, key: str) -> Readable:
-    """The files of another node."""
-    from rlpipe.store.remote import FileServer  # obstore takes 0.3 s to import
-
-    return FileServer(url, key)
+def _fit(parts: Blocks, record: FileRecord) -> bool:
+    """True when there is a hash for every part of a file; parts have another size in other
+    versions.
+    """
+    return parts.size == PART_BYTES and len(parts.sha256s) == len(range(0, record.bytes, PART_BYTES))

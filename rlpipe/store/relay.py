@@ -21,7 +21,7 @@ from pathlib import Path
 from rlpipe.store.transfer import PART_BYTES
 
 # for a part that this node is to get first, or for the file; less than the silence that ends a
-# request (remote.py)
+# request (file_server.py)
 WAIT_S = 10.0
 POLL_S = 0.05
 

@@ -1,5 +1,5 @@
-"""Reads of objects from a server through obstore (object_store of Rust): from S3, and from another
-node. Its transfers run in threads of its own, beside the interpreter.
+"""Reads of objects from a server through obstore (object_store of Rust). Its transfers run in
+threads of its own, beside the interpreter.
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import obstore
 from botocore.exceptions import BotoCoreError, HTTPClientError, MetadataRetrievalError
 from botocore.exceptions import ConnectionError as NoConnection
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import HTTPStore
 
 from rlpipe.store.patience import PASSING_STATUSES, Answer, Passing
 from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig, S3Store
-
-# of a node that serves files
-CONNECT, SILENCE, RETRY = (timedelta(seconds=3), timedelta(seconds=20), timedelta(seconds=5))
-PART = timedelta(minutes=5)
+    from obstore.store import S3Store
 
 NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
 _NOISE = re.compile(
@@ -66,7 +60,7 @@ class RemoteObjects(ABC):
         """The address of a key for a person."""
 
     @abstractmethod
-    def _reader(self) -> S3Store | HTTPStore:
+    def _reader(self) -> S3Store:
         """The client that reads."""
 
     def read(self, key: str) -> bytes:
@@ -144,27 +138,3 @@ def _as_oserror(error: Exception, address: str) -> OSError:
         # as S3 says 408
         passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)
     return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
-
-
-class FileServer(RemoteObjects):
-    """Files of another node at `url`/key, by its bearer key.
-
-    A node that is gone is noticed within seconds.
-    """
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
-        plain: ClientConfig = {"default_headers": {"authorization": f"Bearer {key}"}, "allow_http": True}
-        deadlines: ClientConfig = {"connect_timeout": CONNECT, "read_timeout": SILENCE, "timeout": PART}
-        retries: RetryConfig = {"max_retries": 1, "retry_timeout": RETRY}
-        check_process(url)
-        self._client = HTTPStore.from_url(url, client_options={**plain, **deadlines}, retry_config=retries)
-
-    def _path(self, key: str) -> str:
-        return key
-
-    def _address(self, key: str) -> str:
-        return f"{self._url}/{key}"
-
-    def _reader(self) -> HTTPStore:
-        return self._client

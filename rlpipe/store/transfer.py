@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 Part = bytes | memoryview
+Span = tuple[int, int]  # of a file: the first byte of a part, and the end
 PART_BYTES = 8 * 1024 * 1024
 PARTS = 8  # of one file, that are transferred at the same time
 WAITING = 32  # pieces that were sent, and are not hashed yet
@@ -103,25 +105,38 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_
                 part.cancel()
 
 
-def content_of_parts(
-    file: io.FileIO, size: int, fetch_part: Callable[[int, int], None], at_once: int, order: Sequence[int] = ()
-) -> FileContent:
-    """Writes every part of `file` by `fetch_part(start, end)`; returns the content that the file
-    then has.
+def fetch_parts(
+    size: int, fetch_part: Callable[[int, int], None], at_once: int, order: Sequence[int] = ()
+) -> Iterator[Span]:
+    """Fetches every part of a file of `size` bytes by `fetch_part(start, end)`, `at_once` at the
+    same time; yields them in the order of the file, each when it is there.
 
-    `size`: of the file in bytes; `at_once`: parts that are fetched at the same time. The parts are
-    hashed as they arrive. `order`: the starts of the parts in the order in which they are begun;
-    default: that of the file.
+    `order`: the starts of the parts in the order in which they are begun; default: that of the
+    file.
     """
-    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     starts = range(0, size, PART_BYTES)
     with ThreadPoolExecutor(max(1, min(at_once, len(starts))), "fetching") as threads:
         fetches = {at: threads.submit(fetch_part, at, min(at + PART_BYTES, size)) for at in order or starts}
         try:
             for at in starts:
                 fetches[at].result()
-                while file.tell() < min(at + PART_BYTES, size) and (count := file.readinto(piece)):
-                    digest.update(piece[:count])
+                yield at, min(at + PART_BYTES, size)
         finally:
             threads.shutdown(cancel_futures=True)
-    return FileContent(file.tell(), digest.hexdigest())
+
+
+def content_of(file: io.FileIO, spans: Iterator[Span]) -> FileContent:
+    """The content of an open file whose parts arrive in order; hashed meanwhile."""
+    digest, size = hashlib.sha256(), 0
+    for start, size in spans:
+        with mapped_part(file.fileno(), start, size) as part:
+            digest.update(part)
+    return FileContent(size, digest.hexdigest())
+
+
+def mapped_part(descriptor: int, start: int, end: int) -> mmap.mmap:
+    """A part of an open file, to be hashed without a copy. `start`: of a part.
+
+    Trap: the process dies when the file is cut meanwhile, so only for files of this process.
+    """
+    return mmap.mmap(descriptor, end - start, prot=mmap.PROT_READ, offset=start)

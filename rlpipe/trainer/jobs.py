@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -16,6 +16,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.training import RlConfig, SftConfig
 from rlpipe.records.sending import Offer
 from rlpipe.store.adapter_files import Adapter
+from rlpipe.store.artifacts import Blocks
 from rlpipe.store.nearby import NodeDisk
 
 STATUS_OK = 200
@@ -234,6 +235,13 @@ class PlaceFields(TypedDict):
     url: str
 
 
+class PartFields(TypedDict):
+    """The fields of Blocks."""
+
+    size: int
+    sha256s: list[str]
+
+
 class JobAnswer(TypedDict):
     """A JobResult as JSON, without the fields of sending to engines."""
 
@@ -246,6 +254,7 @@ class JobAnswer(TypedDict):
     warnings: list[str]
     places: list[PlaceFields]
     made_on: dict[str, int]
+    parts: NotRequired[dict[str, PartFields]]  # a trainer of older code has none
 
 
 @dataclass(frozen=True)
@@ -273,3 +282,5 @@ class JobResult:
     places: list[NodeDisk] = field(default_factory=list)
     # the index of the node that has a file, by file name; the first node has all other files
     made_on: dict[str, int] = field(default_factory=dict)
+    # the sha256 of each part of the policy's large files, by file name
+    parts: dict[str, Blocks] = field(default_factory=dict)

@@ -68,10 +68,12 @@ def published_file(path: Path) -> FileRecord:
     return FileRecord(f"{path.parent.name}/{path.name}", path.stat().st_size, file_sha256(path))
 
 
-def published_in_blocks(path: Path) -> tuple[FileRecord, Blocks]:
-    """As `published_file`, with the hashes of blocks by which parts of the file are verified."""
+def published_in_blocks(path: Path, size: int) -> tuple[FileRecord, Blocks]:
+    """As `published_file`, with the hashes of blocks of `size` bytes, by which parts of the file
+    are verified. Two threads hash.
+    """
     with ThreadPoolExecutor(1, "blocks") as beside:
-        blocks = beside.submit(blocks_of, path)
+        blocks = beside.submit(blocks_of, path, size)
         return published_file(path), blocks.result()
 
 

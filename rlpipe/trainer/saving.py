@@ -18,13 +18,15 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.references import FileRecord
 from rlpipe.base.values import Metrics
+from rlpipe.store.artifacts import Blocks
 from rlpipe.store.deltas import DELTA, FRAME_BYTES, SUFFIX, Delta, DeltaFile, write_difference
 from rlpipe.store.disk import link
 from rlpipe.store.documents import sealed
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import stored_policy
+from rlpipe.store.transfer import PART_BYTES
 from rlpipe.trainer.jobs import JobResult, SaveJob
-from rlpipe.trainer.publishing import publish_bytes, published_file
+from rlpipe.trainer.publishing import publish_bytes, published_in_blocks
 from rlpipe.trainer.ranks import Ranks
 
 WEIGHTS = ".safetensors"
@@ -32,13 +34,14 @@ WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files of a policy that one rank wrote: as they are stored, as whole files, and the file
-    of each tensor.
+    """The files of a policy that one rank wrote: as they are stored, as whole files, the file of
+    each tensor, and the hashes of the parts of stored files by their names.
     """
 
     stored: list[FileRecord]
     files: list[DeltaFile]
     index: dict[str, str]
+    parts: dict[str, Blocks]
 
 
 WRITTEN: TypeAdapter[list[WrittenFiles]] = TypeAdapter(list[WrittenFiles])
@@ -61,6 +64,7 @@ class PolicyWriter:
         self._stored: list[FileRecord] = []
         self._files: list[DeltaFile] = []
         self._index: dict[str, str] = {}
+        self._parts: dict[str, Blocks] = {}
         self.made_on: dict[str, int] = {}  # the node of each file that is not on the first node
 
     @cached_property
@@ -78,7 +82,7 @@ class PolicyWriter:
             self._publish_difference(base, path, width)
         else:
             link(path, self._folder / path.name)
-            self._add(published_file(self._folder / path.name))
+            self._add(self._published(self._folder / path.name))
         if not self._job.is_base:
             path.unlink()
 
@@ -87,7 +91,7 @@ class PolicyWriter:
         collective.
         """
         written = WRITTEN.validate_python(
-            self._ranks.gather(asdict(WrittenFiles(self._stored, self._files, self._index)))
+            self._ranks.gather(asdict(WrittenFiles(self._stored, self._files, self._index, self._parts)))
         )
         made_by = {
             record.name: rank // self._ranks.node_ranks for rank, part in enumerate(written) for record in part.stored
@@ -95,6 +99,7 @@ class PolicyWriter:
         self.made_on = {name: node for name, node in made_by.items() if node}
         self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
         self._files = sorted((file for part in written for file in part.files), key=lambda file: file.name)
+        self._parts = {name: parts for part in written for name, parts in part.parts.items()}
         return {name: file for part in written for name, file in part.index.items()}
 
     def documents(self, documents: dict[str, bytes]) -> JobResult:
@@ -119,11 +124,16 @@ class PolicyWriter:
             numbers = sum(file.bytes / file.width for file in self._files if file.stored == "xor")
             metrics["checkpoint/changed_fraction"] = sum(frame.changed for frame in frames) / numbers
         metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._stored)
-        return JobResult(metrics, policy=self._stored, made_on=self.made_on)
+        return JobResult(metrics, policy=self._stored, made_on=self.made_on, parts=self._parts)
 
     def weights_alone(self) -> JobResult:
         """The result of a rank that publishes no small files: the records of the weights."""
         return JobResult(policy=self._stored, made_on=self.made_on)
+
+    def _published(self, path: Path) -> FileRecord:
+        """The record of a large file, the parts of which are hashed, too."""
+        record, self._parts[f"{path.parent.name}/{path.name}"] = published_in_blocks(path, PART_BYTES)
+        return record
 
     def _add(self, record: FileRecord) -> None:
         self._stored.append(record)
@@ -139,7 +149,7 @@ class PolicyWriter:
             else:
                 raise StoreError(f"{path.name} of {self._job.base} changed on this disk while it was read")
         self._files.append(file)
-        self._stored.append(published_file(target))
+        self._stored.append(self._published(target))
 
     def _base_folders(self, base: FileRecord, scratch: Path) -> Iterator[Path]:
         """Yields folders that hold the base's file: the one kept since it was saved, then one

@@ -25,7 +25,7 @@ from rlpipe.models.adapter import is_adapter
 from rlpipe.models.causal import PROBE_TOKENS, hf_config, probe_tokens
 from rlpipe.models.checkpoint import TensorFile, tensors_of
 from rlpipe.store.adapter_files import ADAPTED, Adapted
-from rlpipe.store.artifacts import Blocks, read_file, read_manifest
+from rlpipe.store.artifacts import BLOCK_BYTES, Blocks, read_file, read_manifest
 from rlpipe.store.nearby import NodeDisk
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.gap import save_gaps
@@ -256,7 +256,7 @@ def save_state(ranks: Ranks, resident: Resident, folder: str, attempt: str) -> t
         if first_copy:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(_own_rows(ranks, resident), path)
-            own = [asdict(part) for part in published_in_blocks(path)]
+            own = [asdict(part) for part in published_in_blocks(path, BLOCK_BYTES)]
     written = [entry for entry in ranks.gather(own) if entry]
     assert len(written) == ranks.parts, f"{len(written)} of {ranks.parts} parts of the state were written"
     records = [FileRecord(**record) for record, _ in written]

@@ -4,8 +4,11 @@ by passes that were timed here."""
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -91,7 +94,7 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
             "evaluation.num_completions=1",
             "model.context_tokens_max=128", "sft.batch_size=10"]  # fmt: skip
     lines = time_lines(
-        config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5), Lengths(prompt=20, conversation=50)
+        config(*sets), Speed(train_s=3.0, forward_s=1.0, decode_s=0.5, share=1.0), Lengths(prompt=20, conversation=50)
     )
     # a prompt once a group; the proximal logprobs are a forward pass
     train_s = 10 * (20 + 800) / 1000 * (3 + 1)
@@ -108,6 +111,7 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
 def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     real = speed._passes
+    monkeypatch.setattr(speed, "has_amx", lambda: False)
     monkeypatch.setattr(
         speed, "_passes", lambda shorter, *rest: tried.append(shorter.num_hidden_layers) or real(shorter, *rest)
     )
@@ -116,7 +120,32 @@ def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch
     assert timed.train_s > 0 and timed.forward_s > 0 and timed.decode_s > 0
     monkeypatch.setattr(speed, "_passes", lambda shorter, *_: [10.0 + 2 * shorter.num_hidden_layers] * 3)
     whole = 10.0 + 2 * model["num_hidden_layers"]  # what is in no layer, and each layer
-    assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole)
+    assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole, ANY, ANY)
+
+
+@pytest.mark.parametrize(("dtype", "amx", "gain"), [("float32", True, 4), ("float32", False, 0), ("bfloat16", True, 0)])
+def test_a_plan_says_where_bfloat16_is_faster(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, amx: bool, gain: int
+) -> None:
+    taken_s = {torch.float32: 8.0, torch.bfloat16: 2.0}
+    monkeypatch.setattr(speed, "has_amx", lambda: amx)
+    monkeypatch.setattr(speed, "_passes", lambda _, dtype, *__: [taken_s[dtype]] * 3)
+    timed = measured_speed(hf_config(GEMMA3), getattr(torch, dtype), 32, ASKED)
+    assert isinstance(timed, Speed) and timed.bfloat16 == gain
+    said = [line for line in time_lines(config(), timed, Lengths()) if "'bfloat16'" in line]
+    assert said == (["  with model.dtype = 'bfloat16' this processor trains 4.0 times as fast"] if gain else [])
+
+
+def test_a_plan_says_that_it_was_measured_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*_: object) -> list[float]:
+        time.sleep(0.2)
+        return [1.0] * 3
+
+    monkeypatch.setattr(speed, "_passes", waits)
+    waited = measured_speed(hf_config(GEMMA3), torch.float32, 32, ASKED)
+    assert isinstance(waited, Speed) and waited.share < 0.5
+    for timed, too_long in [(waited, True), (replace(waited, share=1.0), False)]:
+        assert ("TOO LONG" in time_lines(config(), timed, Lengths())[0]) == too_long
 
 
 def test_where_nothing_was_timed_a_plan_says_why() -> None:

@@ -81,8 +81,9 @@ def test_a_refused_run_ends_the_server_that_was_started_beside_its_preflight(tmp
         (tmp_path / "go").touch()
         _, said = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 2, said
-        assert len(said.splitlines()) == 1, said
-        assert "refused_late:rows" in said
+        # a busy machine hears of the server that takes long
+        (line,) = (line for line in said.splitlines() if "has been starting for" not in line)
+        assert "refused_late:rows" in line
     assert not servers(tmp_path)
     assert not (tmp_path / ".rlpipe").exists()
 

@@ -48,7 +48,7 @@ def record(run: Run) -> IterationRecord:
 
 
 def published(upload: Callable[[], Awaitable[object]]) -> Published:
-    return Published([NodeDisk("/nowhere", "")], {}, upload)
+    return Published([NodeDisk("/nowhere", "")], {}, {}, upload)
 
 
 async def uploaded() -> None: ...

@@ -66,7 +66,7 @@ class World:
         self.ref = ArtifactRef(FOLDER, hashlib.sha256(document).hexdigest())
         self.nearby = Nearby(FOLDER, document.decode(), [NodeDisk(str(self.disk), url)])
         self.server = PlayedServer(folder / "elsewhere")
-        monkeypatch.setattr(module, "file_server", lambda url, key: self.server)
+        monkeypatch.setattr(module, "FileServer", lambda url, key: self.server)
 
     def path(self, name: str) -> Path:
         record = next(record for record in self.records if record.plain_name == name)

@@ -20,14 +20,14 @@ from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.engines.remote import HostService
 from rlpipe.services.registration import KEY_VARIABLE
 from rlpipe.store import nearby as module
-from rlpipe.store.artifacts import commit
+from rlpipe.store.artifacts import blocks_of, commit
 from rlpipe.store.backend import open_store
 from rlpipe.store.disk import Disk
 from rlpipe.store.documents import sealed
+from rlpipe.store.file_server import FileServer
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.nearby import Nearby, NodeDisk, nearer
 from rlpipe.store.relay import Relay, order_of_parts, owner_of
-from rlpipe.store.remote import FileServer
 from rlpipe.store.transfer import PART_BYTES
 from tests.engine_world import config
 
@@ -108,6 +108,12 @@ class World:
         places = [NodeDisk(str(self.folder / "nowhere"), url) for url in (TRAINER, SECOND)]
         self.nearby = replace(self.nearby, places=places, made_on={f"try/{LARGE}": 1})
 
+    def know_parts(self) -> None:
+        """The trainer told the hashes of the parts of both files of weights."""
+        folder = self.folder / "trainer" / FOLDER
+        names = [record.name for record in self.manifest.files if record.plain_name != "config.json"]
+        self.nearby = replace(self.nearby, parts={name: blocks_of(folder / name, PART_BYTES) for name in names})
+
     def land(self) -> None:
         for record in self.manifest.files:
             self.store.put(f"{FOLDER}/{record.name}", FILES[record.plain_name])
@@ -120,7 +126,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made = World(tmp_path)
     trainers = {TRAINER: made.trainer, SECOND: made.second}
     monkeypatch.setattr(
-        module, "file_server", lambda url, key: trainers[url] if url in trainers else FileServer(url, key)
+        module, "FileServer", lambda url, key: trainers[url] if url in trainers else FileServer(url, key)
     )
     yield made
     for runner in made.runners:
@@ -204,6 +210,39 @@ async def test_what_is_damaged_on_its_way_is_noticed_by_every_node_and_comes_fro
     path.write_bytes(b"x" + path.read_bytes()[1:])
     faults = await asyncio.gather(*(world.fetched(host) for host in hosts), return_exceptions=True)
     assert [type(fault) for fault in faults] == [StoreError] * 3
+    world.land()
+    assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 3
+
+
+async def test_a_part_that_another_node_sends_damaged_comes_from_the_trainer_alone(world: World) -> None:
+    """The other parts are right, so no file is fetched twice."""
+    world.know_parts()
+    first = [await world.host() for _ in range(2)]
+    nearby = world.nearby
+    await asyncio.gather(*(world.fetched(host) for host in first))
+    for host in first:  # on its disk, after it was hashed there
+        path = host.relay._files[f"{FOLDER}/try/{LARGE}"].path
+        data = bytearray(path.read_bytes())
+        data[2 * PART_BYTES + 9] ^= 1
+        path.unlink()
+        path.write_bytes(data)
+    world.trainer.sent.clear()
+    assert await world.fetched(await world.host(), nearby) == FILES
+    assert (LARGE, 2 * PART_BYTES) in world.trainer.sent
+    assert len(world.trainer.sent) < len(PARTS_ONCE) / 2 + 1
+
+
+async def test_a_part_that_the_trainer_sends_damaged_comes_from_the_store_and_no_node_passes_it_on(
+    world: World,
+) -> None:
+    world.know_parts()
+    hosts = [await world.host() for _ in range(3)]
+    path = world.folder / "trainer" / FOLDER / "try" / LARGE
+    data = bytearray(path.read_bytes())
+    data[3 * PART_BYTES + 1] ^= 1
+    path.write_bytes(data)
+    faults = await asyncio.gather(*(world.fetched(host) for host in hosts), return_exceptions=True)
+    assert {type(fault) for fault in faults} == {StoreError}, "nobody has the part"
     world.land()
     assert await asyncio.gather(*(world.fetched(host) for host in hosts)) == [FILES] * 3
 

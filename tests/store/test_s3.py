@@ -342,7 +342,7 @@ def test_two_ranks_read_each_byte_of_a_state_once(s3_proxy: S3Proxy, s3_server: 
     }
     save_file(tensors, tmp_path / "state.safetensors")
     record = artifacts.write_file(store, "s", "a1", "state.safetensors", tmp_path / "state.safetensors")
-    blocks = artifacts.blocks_of(tmp_path / "state.safetensors")
+    blocks = artifacts.blocks_of(tmp_path / "state.safetensors", artifacts.BLOCK_BYTES)
     s3_proxy.requests.clear()
     for start, end in ((0, rows // 2), (rows // 2, rows)):
         file = ranged_file(

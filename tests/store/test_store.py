@@ -146,7 +146,8 @@ def test_parts_of_a_file_are_read_and_verified(store: Store, tmp_path: Path, mon
     data = bytes(range(256)) * 100
     source = tmp_path / "w.bin"
     source.write_bytes(data)
-    record, blocks = artifacts.write_file(store, "p", "a1", "w.bin", source), artifacts.blocks_of(source)
+    record = artifacts.write_file(store, "p", "a1", "w.bin", source)
+    blocks = artifacts.blocks_of(source, artifacts.BLOCK_BYTES)
     monkeypatch.setattr("rlpipe.store.transfer.PART_BYTES", 1500)
     for start, end in ((0, 8), (999, 1001), (2000, 3000), (17, 25_599), (25_000, 25_600), (5, 5)):
         for known in (blocks, None):

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from rlpipe.base.values import JsonDict
 from rlpipe.models.small import small_config
 from rlpipe.stages.policy import first_step_faults
 from rlpipe.stages.training import warn_of_differences
-from rlpipe.store.artifacts import file_sha256
+from rlpipe.store.artifacts import blocks_of, file_sha256
 from rlpipe.store.local_copy import materialise
+from rlpipe.store.transfer import PART_BYTES
 from rlpipe.trainer import trainer as memory
 from rlpipe.trainer.jobs import LoadJob, job_of
 from rlpipe.trainer.packing import Rows
@@ -61,6 +63,14 @@ def test_how_nccl_adds_up_is_the_configs_unless_the_environment_says_it(
 def policy_sha(trainer: Trainer, folder: str = "final") -> str:
     records = world.run(trainer, "save", world.save("any", folder, None))["policy"]
     return world.digests(records)["model.safetensors"]
+
+
+def test_a_save_tells_the_hashes_of_the_parts_of_each_file_of_weights(trainer: Trainer) -> None:
+    saved = world.run(trainer, "save", world.save("new", "policy", None))
+    (record,) = (record for record in saved["policy"] if record["name"].endswith(".safetensors"))
+    path = trainer.ranks.published / "policy" / record["name"]
+    assert saved["parts"] == {record["name"]: asdict(blocks_of(path, PART_BYTES))}
+    assert saved["parts"][record["name"]]["sha256s"] == [record["sha256"]], "a file of one part"
 
 
 def test_rl_is_on_policy_at_its_first_step_and_learns(trainer: Trainer) -> None:

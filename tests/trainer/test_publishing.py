@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.base.errors import StoreError
+from rlpipe.store.artifacts import BLOCK_BYTES
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.disk import Disk
 from rlpipe.store.transfer import FileContent
@@ -46,7 +47,7 @@ def publication(disk: Path, attempt: str = "a1") -> Publication:
     path = disk / STATE / attempt / "state.safetensors"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"state")
-    assert published_in_blocks(path)[0] == published_file(path)
+    assert published_in_blocks(path, BLOCK_BYTES)[0] == published_file(path)
     records[STATE] = published_file(path)
     keys = {folder: {f"{folder}/{record.name}": record} for folder, record in records.items()}
     return Publication(attempt, keys[POLICY], keys[STATE])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ SLOT_TOKENS_MAX = 32768
 SLOTS_MIN, SLOTS_MAX = 16, 128
 KEPT = 8  # logits rows per prompt: below 8 rows a product takes another code path
 SCORE_ROWS = 32
+HASHED_BYTES = 1 << 20  # of a tensor at a time: what stays in the processor's cache
 PROVEN_PROMPT, PROVEN_TOKENS = 13, 24
 DIFFERENCE_MAX = {"float32": 1e-3, "bfloat16": 0.3}  # of logprobs
 # differ between folders of one architecture without changing what is computed
@@ -218,10 +220,7 @@ class LocalModel:
 
     def checksums(self) -> tuple[dict[str, str], str]:
         """The sha256 of every tensor that serves, by name, and one over all of them."""
-        by_name = {
-            name: hashlib.sha256(_copied(tensor).numpy().tobytes()).hexdigest()
-            for name, tensor in sorted(tensors_of(self.lm).items())
-        }
+        by_name = {name: _sha256(tensor) for name, tensor in sorted(tensors_of(self.lm).items())}
         return by_name, hashlib.sha256("".join(name + digest for name, digest in by_name.items()).encode()).hexdigest()
 
     def prefill(self, prompts: list[tuple[int, ...]], padded: int) -> PrefixBlock:
@@ -231,14 +230,17 @@ class LocalModel:
         last = [len(prompt) - 1 for prompt in prompts]
         keep_K = torch.zeros(round_up(block_rows(padded), KEPT), dtype=torch.long, device=self.device)
         keep_K[: len(last)] = torch.tensor(last)
-        logits_RKV, cache = self._block(prompts, padded, keep_K)
+        logits_RKV, cache = self._block(prompts, padded, block_rows(padded), keep_K)
         rows = torch.arange(len(prompts), device=self.device)
         kv_N2RHPD = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
         return PrefixBlock(prompts, kv_N2RHPD, logits_RKV[rows, rows].float())
 
     def score(self, prompt: tuple[int, ...], start: int) -> list[float]:
-        """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it."""
-        logits_RPV, _ = self._block([prompt], round_up(len(prompt), PROMPT_STEP), 0)
+        """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it.
+
+        A prompt is computed alone, not in a block of prompts.
+        """
+        logits_RPV, _ = self._block([prompt], round_up(len(prompt), PROMPT_STEP), 1, 0)
         scores: list[float] = []
         for first in range(0, len(prompt) - 1, SCORE_ROWS):
             rows = logits_RPV[0, first : first + SCORE_ROWS].double().log_softmax(-1)
@@ -246,8 +248,7 @@ class LocalModel:
             scores += rows[: len(targets)].gather(1, targets[:, None])[:, 0].tolist()
         return scores[start:]
 
-    def _block(self, prompts: list[tuple[int, ...]], padded: int, keep: Tensor | int) -> tuple[Tensor, Any]:
-        rows = block_rows(padded)
+    def _block(self, prompts: list[tuple[int, ...]], padded: int, rows: int, keep: Tensor | int) -> tuple[Tensor, Any]:
         assert 0 < len(prompts) <= rows and max(map(len, prompts)) <= padded, "a block larger than its shape"
         tokens_RP = torch.zeros(rows, padded, dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -300,11 +301,15 @@ def keep_dtypes(lm: Any, saved: dict[str, Tensor]) -> None:
             setattr(lm.get_submodule(module), own, buffer.to(saved[name].dtype))
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in newly allocated main memory: memory that numpy has used can never be
-    freed.
+def _sha256(tensor: Tensor) -> str:
+    """The sha256 of a tensor's bytes.
+
+    Taken of copies of pieces, as memory that numpy has used can never be freed.
     """
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().clone()
+    digest = hashlib.sha256()
+    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(HASHED_BYTES):
+        digest.update(piece.cpu().clone().numpy().data)
+    return digest.hexdigest()
 
 
 def read_config(folder: str) -> PretrainedConfig:
@@ -331,6 +336,8 @@ def read_checkpoint(folder: Path, lm: Any) -> dict[str, Tensor]:
     except (StoreError, SafetensorError, OSError) as error:
         raise UserError(f"{folder} is torn or unreadable: {error}") from error
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        # aminmax allocates nothing of the tensor's size, and propagates NaN
+        edges = tensor.aminmax() if tensor.is_floating_point() and tensor.numel() else ()
+        if not tensor.is_floating_point() or not all(math.isfinite(edge.item()) for edge in edges):
             raise UserError(f"{folder}: {name} holds values that are not finite floating-point numbers")
     return tensors
