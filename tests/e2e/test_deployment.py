@@ -148,7 +148,7 @@ def test_a_run_from_the_server_fails_is_retried_and_resumes(stand: Stand, tmp_pa
     tasks = stand.api("POST", "/task_runs/filter", {"task_runs": {"state": {"name": {"any_": ["Cached"]}}}})
     assert any(entry["name"].startswith("prepare") for entry in tasks)
     scored = stand.api("POST", "/task_runs/filter", {"task_runs": {"tags": {"all_": ["stage:score", "run:night"]}}})
-    assert len(scored) > 5 and all(entry["name"].startswith("score") for entry in scored)
+    assert len(scored) >= 5 and all(entry["name"].startswith("score") for entry in scored)
     assert folder.rlpipe("verify", "night", "--store", folder.store)[0] == 0
     sft_only_and_then_evaluated(stand, folder, config)
     # the deployment rl does what the config says: here it trains on the rollouts

@@ -530,7 +530,10 @@ async def test_a_release_that_fails_between_two_requests_is_answered_to_the_next
     assert releasing.exception()
 
 
-async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: HostService, tmp_path: Path) -> None:
+async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(
+    service: HostService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BODY_BYTES_MAX", 1 << 16)
     policy, probe = {"folder": "runs/a/policy", "sha256": "0" * 64}, {"tokens": [1, 2], "logprobs": [0.0]}
     good = {"policy": policy, "version": 1, "probe": probe}
     bad = [
@@ -556,7 +559,7 @@ async def test_the_host_asks_for_the_key_and_takes_only_what_it_knows(service: H
         for version in ("", "x", "1.5", "9" * 30, "²"):
             answer = await client.get(f"/status?version={version}", headers=known)
             assert (answer.status, (await answer.json())["kind"]) == (409, "UserError"), version
-        assert (await client.post("/serve", headers=known, data=io.BytesIO(b"[" * (2 << 20)))).status == 413
+        assert (await client.post("/serve", headers=known, data=io.BytesIO(b"[" * (1 << 17)))).status == 413
         answer = await client.post("/serve", headers=known, json=good)  # no such policy
         assert answer.status == 202
     await service.close()
