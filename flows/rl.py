@@ -7,6 +7,7 @@ from functools import partial
 
 from prefect import flow
 
+from flows.iteration_runs import iteration_runs
 from flows.rl_async import rl_async_iteration
 from flows.rl_iteration import rl_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
@@ -54,15 +55,16 @@ async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict
                 await reload_engines(session, policy=policy, version=iteration)
             if iteration == 0 and config.sets("evaluation"):
                 await evaluate(session, policy=policy, version=0)
-        with settled_heap(), watch(session, iteration) as committed:
-            while iteration < config.rl.num_iterations and not reason:
-                record = await ITERATION[config.rl.overlap](config, iteration)
-                assert record.iteration == iteration, (
-                    f"iteration {iteration} was computed, {record.iteration} was committed"
-                )
-                iteration += 1
-                session.commits.then(partial(committed, record))
-                reason = await reason_to_end(session, "rl", iteration)
-            await session.commits.all_committed()
+        async with iteration_runs(ITERATION[config.rl.overlap], config) as runs:
+            with settled_heap(), watch(session, iteration) as committed:
+                while iteration < config.rl.num_iterations and not reason:
+                    record = await runs.run(iteration)
+                    assert record.iteration == iteration, (
+                        f"iteration {iteration} was computed, {record.iteration} was committed"
+                    )
+                    iteration += 1
+                    session.commits.then(partial(committed, record))
+                    reason = await reason_to_end(session, "rl", iteration)
+                await session.commits.all_committed()
         policy, _ = await asyncio.to_thread(session.run.policy, iteration)
         return await ended(session, ("rl",), policy.as_json(), reason)

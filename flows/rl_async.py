@@ -19,7 +19,12 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session
 
 
-@flow(name="rl-iteration-async", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
+@flow(
+    name="rl-iteration-async",
+    flow_run_name="{config.run}-{iteration:05d}",
+    validate_parameters=False,
+    persist_result=False,
+)
 async def rl_async_iteration(config: PipelineConfig, iteration: int) -> IterationRecord:
     """Weight version k becomes k + 1, and samples what version k + 1 is trained on.
     Returns the record of the commit.

@@ -6,12 +6,15 @@ Each stage answers from the store when it was committed before.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import NamedTuple
 
 from prefect import flow
 
+from flows.iteration_runs import begin_next
 from flows.session import open_session
 from flows.ui import publish_iteration
+from flows.unawaited import unawaited
 from rlpipe.base.manifests import ActionResult, IterationRecord, StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.pipeline import PipelineConfig
@@ -48,7 +51,9 @@ class Trained(NamedTuple):
     policy: StageResult
 
 
-@flow(name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", persist_result=False)
+@flow(
+    name="rl-iteration", flow_run_name="{config.run}-{iteration:05d}", validate_parameters=False, persist_result=False
+)
 async def rl_iteration(config: PipelineConfig, iteration: int) -> IterationRecord:
     """Weight version k samples, is rewarded, and becomes version k + 1.
     Returns the record of the commit.
@@ -177,6 +182,7 @@ async def redo_batch(session: Session, iteration: int) -> Sampled:
 async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Trained:
     """Trains weight version `iteration` on a batch, and publishes version `iteration + 1`."""
     batch, (previous, _) = sampled.batch.ref, await asyncio.to_thread(session.run.policy, iteration)
+    begin_next()
     training = await stages.train(session, iteration=iteration, batch=batch)
     reference = await asyncio.to_thread(other_reference, session.run, iteration)
     policy = await stages.checkpoint(
@@ -201,7 +207,7 @@ async def end_iteration(session: Session, iteration: int, sampled: Sampled, trai
         artifacts["evaluation"] = evaluation.ref
         metrics |= {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
     record = await commit_iteration(session, iteration, artifacts, metrics)
-    await publish_iteration(session, record)
+    await unawaited(partial(publish_iteration, session, record))
     return record
 
 

@@ -33,6 +33,7 @@ RETRIES = 2
 RETRY_DELAY_S = 2.0
 FINAL = (UserError, StoreError, StepRefused, RequestRefused, AssertionError, Away)  # a retry would fail again
 
+NUMBERS = ("iteration", "segment", "round_index", "shard", "version")  # arguments that name a task run
 UNDER_WAY = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 P = ParamSpec("P")
@@ -58,39 +59,40 @@ def _task(
         description=function.__doc__,
         # tags that limit how many run at once, in all runs (docs/cluster.md)
         tags={f"stage:{verb}"},
-        task_run_name=lambda: _run_name(verb, task_run.parameters["arguments"]),
+        task_run_name=lambda: _run_name(verb, task_run.parameters["numbers"]),
         retries=RETRIES,
         retry_delay_seconds=RETRY_DELAY_S,
         retry_condition_fn=_worth_retrying,
         persist_result=False,
         cache_policy=NO_CACHE,
     )
-    async def timed(
-        session: Session, arguments: dict[str, Any], answer: Callable[[], Awaitable[Result]]
-    ) -> Result | State[Result]:
-        with session.clock.during(verb, arguments.get("iteration")):
-            result = await answer()
+    async def timed(numbers: dict[str, int], answer: Callable[[], Awaitable[Result]]) -> Result | State[Result]:
+        result = await answer()
         return Completed(name="Cached", data=result) if result.cached else result
 
     async def run(session: Session, *none: P.args, **arguments: P.kwargs) -> Result:
         assert not none, "the arguments of a stage have names"
-        result = await timed(session, arguments, lambda: stage(session, *none, **arguments))
+
+        async def answer() -> Result:
+            with session.clock.during(verb, numbers.get("iteration")):
+                return await stage(session, *none, **arguments)
+
+        # Prefect searches the arguments of a task for results of others, at each step of it: it
+        # gets those that name its run
+        numbers = {name: value for name, value in arguments.items() if name in NUMBERS and isinstance(value, int)}
+        result = await timed(numbers, answer)
         return await result.aresult() if isinstance(result, State) else result
 
     return run
 
 
-def _run_name(verb: str, arguments: dict[str, Any]) -> str:
+def _run_name(verb: str, numbers: dict[str, int]) -> str:
     """The name of a task run. Examples: "generate 00012 round 0 shard 3", and without numbers
     "prepare tokenizer".
     """
     words = [verb]
-    words += [f"{arguments[name]:05d}" for name in ("iteration", "segment") if name in arguments]
-    words += [
-        f"{name.removesuffix('_index')} {arguments[name]}"
-        for name in ("round_index", "shard", "version")
-        if name in arguments
-    ]
+    words += [f"{numbers[name]:05d}" for name in NUMBERS[:2] if name in numbers]
+    words += [f"{name.removesuffix('_index')} {numbers[name]}" for name in NUMBERS[2:] if name in numbers]
     return " ".join(words) if len(words) > 1 else verb.replace("_", " ")
 
 
