@@ -13,7 +13,7 @@ import contextvars
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from prefect import Flow, get_client
 from prefect.client.orchestration import PrefectClient
@@ -81,7 +81,8 @@ class IterationRuns:
         name = self._flow.flow_run_name
         assert isinstance(name, str), "a template"
         async with get_client() as client:
-            engine.flow_run = await engine.create_flow_run(_Naming(client, name.format(**parameters)))  # pyright: ignore[reportArgumentType]
+            naming = cast(PrefectClient, _Naming(client, name.format_map(parameters)))
+            engine.flow_run = await engine.create_flow_run(naming)
         return engine
 
     async def _conduct(self, engine: Engine) -> IterationRecord:

@@ -8,17 +8,18 @@ other states (failed, crashed, cancelled) are sent after these, and waited for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
+from prefect.exceptions import PrefectException
 
 import flows.vanished  # noqa: F401  # its answer to a deleted flow run is the one that is replaced here
 
@@ -141,18 +142,27 @@ async def set_name(self: PrefectClient, flow_run_id: UUID, name: str) -> httpx.R
     return DONE if has_it else await set_flow_run_name(self, flow_run_id, name)
 
 
-async def update(
-    self: PrefectClient,
-    flow_run_id: UUID,
-    flow_version: str | None = None,
-    *rest: Any,
-    empirical_policy: FlowRunPolicy | None = None,
-    **fields: Any,
-) -> httpx.Response:
+class FlowRunFields(TypedDict, total=False):
+    """The fields of a flow run that an update may set."""
+
+    flow_version: str | None
+    parameters: dict[str, Any] | None
+    name: str | None
+    tags: Iterable[str] | None
+    empirical_policy: FlowRunPolicy | None
+    infrastructure_pid: str | None
+    job_variables: dict[str, Any] | None
+
+
+async def update(self: PrefectClient, flow_run_id: UUID, **fields: Unpack[FlowRunFields]) -> httpx.Response:
     """Updates a flow run; a shown one was created with its version and policy."""
-    if flow_run_id in _shown and not rest and not fields:
+    if flow_run_id in _shown and fields.keys() <= {"flow_version", "empirical_policy"}:
         return DONE
-    return await update_flow_run(self, flow_run_id, flow_version, *rest, empirical_policy=empirical_policy, **fields)
+    return await update_flow_run(
+        self,
+        flow_run_id,
+        **fields,
+    )
 
 
 _unlimited: dict[frozenset[str], httpx.Response] = {}  # names without a limit, and the answer that said so
@@ -184,7 +194,8 @@ async def occupy(
             answer = _heard(key, await ask())
             if answer.json()["limits"]:
                 await self.release_concurrency_slots_with_lease(UUID(answer.json()["lease_id"]))
-        except Exception:  # a limit that is used up, a server that is away: the next task waits for the answer
+        except (httpx.HTTPError, PrefectException):
+            # a limit that is used up, a server that is away: the next task waits for the answer
             _unlimited.pop(key, None)
 
     task = asyncio.create_task(ask_again())

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rlpipe.base.values import size_text
 from rlpipe.checks.plan_cost import Speed
 from rlpipe.models.causal import empty_model
+from rlpipe.models.packed import has_amx
 from rlpipe.trainer.model import PolicyModel
 
 # of the two models that are timed: what a layer takes is half of what they differ by
@@ -45,12 +46,6 @@ def measured_speed(config: PretrainedConfig, dtype: torch.dtype, length: int, ti
     steps = (layers - more) / (more - few) if more > few else 0.0
     train, forward, decode = (big + steps * max(0.0, big - little) for little, big in zip(small, large, strict=True))
     return Speed(train, forward, decode, min(1.0, share), large[0] / bfloat16 if bfloat16 else 0.0)
-
-
-def has_amx() -> bool:
-    """True where a CPU multiplies matrices of bfloat16 by AMX, which makes bfloat16 worth a try."""
-    known: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # an older torch has none
-    return bool(known().get("amx_bf16"))
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:

@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +60,9 @@ class Packed:
 
 @functools.cache
 def has_amx() -> bool:
-    """True on a processor with AMX, if torch has oneDNN."""
-    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and torch.cpu._is_amx_tile_supported()
+    """True on a processor that multiplies matrices of bfloat16 by AMX, if torch has oneDNN."""
+    known: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # an older torch has none
+    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and bool(known().get("amx_bf16"))
 
 
 def _is_packable(weight: Tensor) -> bool:

@@ -57,18 +57,18 @@ class FileServer:
         """
         buffer, deadline = self._buffer(), time.monotonic() + REQUEST_S
 
-        def receive(response: http.client.HTTPResponse) -> int:
+        def receive(answer: http.client.HTTPResponse) -> int:
             at = start
-            while count := response.readinto(buffer):
+            while count := answer.readinto(buffer):
                 at = write_at(descriptor, buffer[:count], at)
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, f"not all came within {REQUEST_S:g} s", self._url)
-            if response.length:
-                raise ConnectionResetError(errno.ECONNRESET, f"it ended {response.length} bytes early", self._url)
+            if answer.length:
+                raise ConnectionResetError(errno.ECONNRESET, f"it ended {answer.length} bytes early", self._url)
             return at
 
-        def received(response: http.client.HTTPResponse) -> int:
-            return start + len(_body(response)) if response.status in BEYOND else receive(response)
+        def received(answer: http.client.HTTPResponse) -> int:
+            return start + len(_body(answer)) if answer.status in BEYOND else receive(answer)
 
         return self._ask(key, _range(start, end), received)
 
@@ -87,9 +87,9 @@ class FileServer:
                 with self._connection(fresh=not left) as connection:
                     path = quote(f"{urlsplit(self._url).path}/{key}")
                     connection.request("GET", path, headers=headers | self._headers)
-                    response = connection.getresponse()
-                    _check(response, PART_STATUSES if headers else {HTTPStatus.OK}, address)
-                    return take(response)
+                    answer = connection.getresponse()
+                    _check(answer, PART_STATUSES if headers else {HTTPStatus.OK}, address)
+                    return take(answer)
             except ConnectionError as error:
                 if not left:
                     raise OSError(errno.EIO, f"the connection was lost ({error})", address) from error
@@ -126,15 +126,15 @@ def _range(start: int, end: int) -> dict[str, str]:
     return {"Range": f"bytes={start}-{end - 1}"}
 
 
-def _body(response: http.client.HTTPResponse) -> bytes:
+def _body(answer: http.client.HTTPResponse) -> bytes:
     """The whole body of an answer; empty for a part beyond the end of its file."""
-    data = response.read()
-    return b"" if response.status in BEYOND else data
+    data = answer.read()
+    return b"" if answer.status in BEYOND else data
 
 
-def _check(response: http.client.HTTPResponse, wanted: set[HTTPStatus], address: str) -> None:
+def _check(answer: http.client.HTTPResponse, wanted: set[HTTPStatus], address: str) -> None:
     """OSError for an answer of another status than those that are wanted."""
-    if response.status == HTTPStatus.NOT_FOUND:
+    if answer.status == HTTPStatus.NOT_FOUND:
         raise FileNotFoundError(errno.ENOENT, "it is not there", address)
-    if response.status not in wanted:
-        raise OSError(errno.EIO, f"answered {response.status}", address)
+    if answer.status not in wanted:
+        raise OSError(errno.EIO, f"answered {answer.status}", address)
