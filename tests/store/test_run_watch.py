@@ -176,7 +176,7 @@ def test_a_process_that_was_forked_takes_no_announcement_along(store: Store) -> 
         "import os, sys; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
         "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
-        f"while not store.list({ROOT!r}): pass\n"
+        f"while not any(key.endswith('.json') for key in store.list({ROOT!r})): pass\n"
         "if not os.fork(): sys.exit()\n"
         # not the file that the next heartbeat writes before it takes the place of the last
         f"os.wait(); assert len([key for key in store.list('{ROOT}/lease') if key.endswith('.json')]) == 1"
@@ -199,7 +199,7 @@ def test_a_process_that_ends_takes_its_announcement_along_and_a_killed_one_beats
         "import os, time; from rlpipe.store import lease; from rlpipe.store.backend import open_store; "
         "lease.HEARTBEAT_S = 0.05\n"
         f"store = open_store({store.url!r}); lease.announce(store, {ROOT!r})\n"
-        f"while not store.list({ROOT!r}): time.sleep(0.01)\n{ending}"
+        f"while not any(key.endswith('.json') for key in store.list({ROOT!r})): time.sleep(0.01)\n{ending}"
     )
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=False)
     beats = [key for key in store.list(f"{ROOT}/lease") if key.endswith(".json")]  # a kill may leave a .tmp beside
