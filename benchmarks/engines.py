@@ -219,7 +219,8 @@ def show(arguments: argparse.Namespace, threads: int, seen: Seen, limits: dict[s
     for batch in arguments.batches:
         for new in arguments.completions:
             names = [name for name, of_batch, of_new in seen if (of_batch, of_new) == (batch, new)]
-            own = rates(seen, names[0], batch, new)
+            ours = "rlpipe float32" if "rlpipe float32" in names else names[0]
+            own = rates(seen, ours, batch, new)
             for name in names:
                 decode, whole = rates(seen, name, batch, new)
                 share = decode / bound(name, batch, new, limits, threads, arguments.clock)
