@@ -47,7 +47,7 @@ class Peak(threading.Thread):
         self.most, self._over = 0, threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(0.001):
+        while not self._over.wait(0.001):  # short: it looks a thousand times a second
             self.most = max(self.most, resident())
 
     def ended(self) -> int:
