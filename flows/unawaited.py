@@ -22,6 +22,7 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 from prefect.exceptions import PrefectException
 
 import flows.vanished  # noqa: F401  # its answer to a deleted flow run is the one that is replaced here
+from rlpipe.base.futures import begin_after
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import ConcurrencyLeaseHolder, FlowRunPolicy
@@ -46,15 +47,7 @@ class Calls:
 
     def send(self, act: Act) -> None:
         """Starts `act` after all calls before it."""
-        before = self.last
-
-        async def follow() -> None:
-            if before is not None:
-                await before
-            await act()
-
-        self.last = asyncio.create_task(follow())
-        self.last.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised for those that wait
+        self.last = begin_after(self.last, act)
 
     async def all_sent(self) -> None:
         """Returns when the server has answered every call."""

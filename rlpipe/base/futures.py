@@ -1,8 +1,9 @@
-"""Passes results to waiters in another thread."""
+"""Passes results to waiters in another thread, and starts work in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -21,3 +22,18 @@ def settle(future: Future[Result], function: Callable[[], Result]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def begin_after(before: asyncio.Task[None] | None, act: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
+    """Starts `act` when `before` has ended; returns its task. The fault of one is that of all after
+    it, and is raised for those that wait.
+    """
+
+    async def follow() -> None:
+        if before is not None:
+            await before
+        await act()
+
+    task = asyncio.create_task(follow())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

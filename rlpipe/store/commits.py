@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import StoreError
+from rlpipe.base.futures import begin_after
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.sending import Sender
@@ -117,15 +118,7 @@ class Commits:
 
     def then(self, act: Act) -> asyncio.Task[None]:
         """Starts `act` after all commits that are in progress now; returns its task."""
-        before = self._last
-
-        async def follow() -> None:
-            if before is not None:
-                await before
-            await act()
-
-        self._last = asyncio.create_task(follow())
-        self._last.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised for those that wait
+        self._last = begin_after(self._last, act)
         return self._last
 
     def nearby(self, ref: ArtifactRef) -> Nearby | None:
