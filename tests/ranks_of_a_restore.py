@@ -15,16 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
-from rlpipe.store import artifacts
 from rlpipe.store.backend import Store
-from rlpipe.trainer import policy_files
+from rlpipe.trainer import policy_files, state
 from rlpipe.trainer.ranks import Ranks, join_ranks
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 
 SIZES = range(1, int(os.environ["WORLD_SIZE"]) + 1)
 LARGEST = SIZES[-1]
-artifacts.BLOCK_BYTES = 256
+state.BLOCK_BYTES = 256
 policy_files.FILE_BYTES_MAX = 150_000
 read_bytes = {"documents": 0, "weights": 0}
 
