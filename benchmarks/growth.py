@@ -13,6 +13,7 @@ is what grew. Draws docs/growth.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -122,13 +123,19 @@ class Growth:
             if role:
                 memory[role] = max(size, memory.get(role, 0.0))
         files = {"Prefect": "prefect/prefect.db", "MLflow": "mlflow.db"}
-        databases = {
-            name: sum(path.stat().st_size for path in self.folder.glob(f"{file}*")) / 1e6
-            for name, file in files.items()
-        }
+        databases = {name: _megabytes(self.folder, f"{file}*") for name, file in files.items()}
         started = time.perf_counter()
         self.store.folders("runs/growth/rl")
         return Moment(iteration, memory, databases, 1000 * (time.perf_counter() - started))
+
+
+def _megabytes(folder: Path, pattern: str) -> float:
+    """The size of the files that have such names; journals of SQLite come and go meanwhile."""
+    size = 0
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size / 1e6
 
 
 def report(growth: Growth, iterations: int) -> None:

@@ -294,8 +294,10 @@ def test_logits_do_not_depend_on_the_neighbours(family: str, dtype: Dtype, folde
         blocks = [model.prefill(chosen, 32) for chosen in (prompts, [prompts[0], prompts[3]], prompts[:1])]
         assert all(torch.equal(block.logits_RV[0], blocks[0].logits_RV[0]) for block in blocks)
         decoded = []
-        for seed in range(24):  # whole steps, parts that are compared with them, and parts alone
-            rows, length = ((48, 128), (32, 128), (16, 128), (32, 64), (16, 64))[seed % 5]
+        for seed in range(35):  # whole steps, parts that are compared with them, and parts alone
+            rows, used, length = (
+                (48, 48, 128), (32, 32, 128), (16, 16, 128), (32, 32, 64), (16, 16, 64), (16, 1, 64), (16, 4, 128),
+            )[seed % 7]  # fmt: skip
             kv_N2SHLD = model.empty_slots(48, 128)
             kv_N2SHLD[:, :, :1, :, :32] = blocks[0].kv_N2RHPD[:, :, :1]
             random = torch.Generator().manual_seed(seed)
@@ -304,7 +306,7 @@ def test_logits_do_not_depend_on_the_neighbours(family: str, dtype: Dtype, folde
                 torch.randint(0, 60, (rows,), generator=random),
             )
             tokens_S[0], position_S[0] = 7, 20
-            decoded.append(model.decode(tokens_S, position_S, kv_N2SHLD, length)[0])
+            decoded.append(model.decode(tokens_S, position_S, kv_N2SHLD, used, length)[0])
     assert all(torch.equal(logits_V, decoded[0]) for logits_V in decoded)
 
 

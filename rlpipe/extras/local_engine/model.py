@@ -3,8 +3,8 @@ shape depends on nothing but the request itself.
 
 A matrix product may compute other bits for a row when the number of rows changes. So a prompt is
 always computed in a block of `block_rows(P)` rows of P tokens, and a decode step gives the bits of
-a step with all slots of its bucket, at its whole length; unused rows are padding. Fewer rows and a
-shorter length are computed where `PROOFS` steps have given these bits.
+a step with all slots of its bucket, at its whole length; unused rows are padding. Fewer rows, a
+shorter length and attention of fewer rows are computed where `PROOFS` steps have given these bits.
 
 Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
 length, D head size, V vocabulary, K kept positions.
@@ -19,7 +19,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.model import Dtype
 from rlpipe.extras.local_engine.recorded import Recorded
+from rlpipe.extras.local_engine.slot_attention import SlotCache, use_slot_attention
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
 from rlpipe.models.folder import folder_config
@@ -89,28 +90,14 @@ class PrefixBlock:
         return self.kv_N2RHPD.nbytes + self.logits_RV.nbytes
 
 
-class SlotCache:
-    """One row of keys and values per slot; a decode step writes each row at its own position and
-    reads whole rows.
+class StepShape(NamedTuple):
+    """What a decode step computes: products of so many rows, attention of the first ones among
+    them, over so many keys.
     """
 
-    def __init__(self, kv_N2SHLD: Tensor, position_S: Tensor) -> None:
-        self.kv_N2SHLD = kv_N2SHLD
-        self.position_S = position_S
-        self.rows_S = torch.arange(position_S.shape[0], device=position_S.device)
-
-    def update(
-        self, key_SH1D: Tensor, value_SH1D: Tensor, layer_index: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of one layer; transformers calls it in each layer of a decode
-        step."""
-        keys_SHLD, values_SHLD = self.kv_N2SHLD[layer_index, 0], self.kv_N2SHLD[layer_index, 1]
-        keys_SHLD[self.rows_S, :, self.position_S] = key_SH1D[:, :, 0]
-        values_SHLD[self.rows_S, :, self.position_S] = value_SH1D[:, :, 0]
-        return keys_SHLD, values_SHLD
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self.kv_N2SHLD.shape[4]
+    rows: int
+    used: int
+    length: int
 
 
 class LocalModel:
@@ -122,9 +109,9 @@ class LocalModel:
     def __init__(self, folder: str, device: str, requests_max: int = SLOTS_MAX, dtype: Dtype = "float32") -> None:
         self.folder = folder
         self.requests_max = requests_max
-        self._passes: dict[tuple[int, ...], Recorded] = {}  # by shape
-        # by the shape of all slots, rows and length: how often this part had the bits of the whole
-        self._parts: dict[tuple[int, ...], int] = {}
+        self._passes: dict[StepShape, Recorded] = {}
+        # by the shape of all slots and of a part: how often this part had the bits of a larger one
+        self._parts: dict[tuple[StepShape, StepShape], int] = {}
         # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
@@ -140,6 +127,7 @@ class LocalModel:
         self.lm = self.lm.eval().requires_grad_(False)
         keep_dtypes(self.lm, tensors_of(empty_model(config)))
         use_fast_linears(self.lm)
+        self._by_used_rows = use_slot_attention(self.lm)
         self.lm.to(self.device)
         self._packed = Packed(self.lm)
         self._load(folder)
@@ -282,40 +270,54 @@ class LocalModel:
         # zeros and not empty: a masked NaN still poisons a row, 0 * NaN = NaN
         return torch.zeros(layers, 2, slots, heads, bucket, head_size, dtype=self.lm.dtype, device=self.device)
 
-    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, length: int) -> Tensor:
+    def decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, used: int, length: int) -> Tensor:
         """Logits [rows, V] after one more token in each of the first slots, as many as there are
-        tokens, whose key and value are written at `position_S`, below `length`.
+        tokens, whose key and value are written at `position_S`, below `length`. Only the first
+        `used` of them have requests.
 
-        The bits are those of a step with all slots.
+        The bits of these are those of a step with all slots.
         """
         rows, slots, bucket = len(tokens_S), kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
-        part = (slots, bucket, rows, length)
-        seen = self._parts.get(part, 0)
-        if (rows, length) == (slots, bucket) or seen == PROOFS:
-            return self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
-        # the part first: what the whole writes stays
-        seen_SV = None if seen == UNEQUAL else self._decode_part(tokens_S, position_S, kv_N2SHLD, length)
-        whole_S, at_S = (functional.pad(given, (0, slots - rows)) for given in (tokens_S, position_S))
-        whole_SV = self._step(whole_S, at_S, kv_N2SHLD)[:rows]
-        if seen_SV is not None:
-            self._parts[part] = seen + 1 if torch.equal(seen_SV, whole_SV) else UNEQUAL
-        return whole_SV
+        parts = [StepShape(rows, used, length)] if self._by_used_rows else []
+        shapes = [*parts, StepShape(rows, rows, length), StepShape(slots, slots, bucket)]
+        return self._smallest_proven(tokens_S, position_S, kv_N2SHLD, list(dict.fromkeys(shapes)), used)
 
-    def _decode_part(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, length: int) -> Tensor:
-        return self._step(tokens_S, position_S, kv_N2SHLD[:, :, : len(tokens_S), :, :length])
+    def _smallest_proven(
+        self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, shapes: list[StepShape], used: int
+    ) -> Tensor:
+        """The logits by the first of these shapes that is proven; one that is not is computed
+        beside them, and compared. The last shape needs no proof.
+        """
+        shape, *larger = shapes
+        part = shapes[-1], shape
+        seen = self._parts.get(part, 0) if larger else PROOFS
+        if seen == PROOFS:
+            return self._step(tokens_S, position_S, kv_N2SHLD, shape)
+        # the part first: what the larger one writes stays
+        try:
+            own_SV = None if seen == UNEQUAL else self._step(tokens_S, position_S, kv_N2SHLD, shape)
+        except MODEL_FAULTS:  # code that needs the keys of all rows
+            own_SV, self._parts[part] = None, UNEQUAL
+        proven_SV = self._smallest_proven(tokens_S, position_S, kv_N2SHLD, larger, used)
+        if own_SV is not None:
+            self._parts[part] = seen + 1 if torch.equal(own_SV[:used], proven_SV[:used]) else UNEQUAL
+        return proven_SV
 
-    def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor) -> Tensor:
-        shape = tuple(kv_N2SHLD.shape)
+    def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, shape: StepShape) -> Tensor:
+        rows = len(tokens_S)
+        tokens_S, position_S = (functional.pad(given, (0, shape.rows - rows)) for given in (tokens_S, position_S))
         if shape not in self._passes:
-            graphs = (made.graph for known, made in self._passes.items() if known[2] == shape[2] and made.proven)
-            self._passes[shape] = Recorded(self._decode, next(graphs, None))
-        return self._passes[shape](tokens_S, position_S, kv_N2SHLD, torch.arange(shape[4], device=self.device))
+            same_rows = (made.graph for known, made in self._passes.items() if known[:2] == shape[:2] and made.proven)
+            self._passes[shape] = Recorded(self._decode, next(same_rows, None))
+        kv_N2UHLD = kv_N2SHLD[:, :, : shape.used, :, : shape.length]
+        key_L = torch.arange(shape.length, device=self.device)
+        return self._passes[shape](tokens_S, position_S, kv_N2UHLD, key_L)[:rows]
 
-    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, key_L: Tensor) -> Tensor:
-        cache = SlotCache(kv_N2SHLD, position_S)
+    def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2UHLD: Tensor, key_L: Tensor) -> Tensor:
+        cache = SlotCache(kv_N2UHLD, position_S)
         output = self.lm(
             input_ids=tokens_S[:, None],
-            attention_mask=self.masks.of(position_S[:, None, None], key_L),
+            attention_mask=self.masks.of(cache.position_U[:, None, None], key_L),
             position_ids=position_S[:, None],
             **{self._cache_argument: cache},
             use_cache=True,

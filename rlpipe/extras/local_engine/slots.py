@@ -67,7 +67,7 @@ class SlotPool:
         self.free.remove(slot)
         return slot
 
-    def _used_rows(self) -> int:
+    def _rows(self) -> int:
         """The number of first slots that have all jobs, filled up to a whole step."""
         return min(round_up(max(self.slots.values()) + 1, ROW_STEP), len(self.settings_S))
 
@@ -75,9 +75,9 @@ class SlotPool:
         """Moves jobs to the first slots where a step then computes fewer; their logits are not
         moved.
         """
-        rows = round_up(len(self.slots), ROW_STEP)
+        used = attended_rows(len(self.slots))
         for job, slot in self.slots.items():
-            if slot >= rows:
+            if slot >= used:
                 to, end = self._first_free(), job.num_tokens
                 self.kv_N2SHLD[:, :, to, :, :end] = self.kv_N2SHLD[:, :, slot, :, :end]
                 self.settings_S[to] = self.settings_S[slot]
@@ -87,7 +87,7 @@ class SlotPool:
 
     def sample(self, weight_version: str) -> None:
         """Samples one token for every job."""
-        rows = self._used_rows()
+        rows = self._rows()
         settings_S, index_S = self.settings_S[:rows], np.zeros(rows, dtype=np.uint64)
         for job, slot in self.slots.items():
             index_S[slot] = len(job.tokens)
@@ -105,7 +105,7 @@ class SlotPool:
         slots.
         """
         self._compact()
-        rows = self._used_rows()
+        rows = self._rows()
         last, position = [0] * rows, [0] * rows
         for job, slot in self.slots.items():
             last[slot] = job.tokens[-1]
@@ -114,7 +114,16 @@ class SlotPool:
         device = self.model.device
         last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
         length = min(round_up(max(position) + 1, LENGTH_STEP), self.bucket)
-        self.logits_SV[:rows, : self.model.vocab_size] = self.model.decode(last_S, position_S, self.kv_N2SHLD, length)
+        used = min(attended_rows(max(self.slots.values()) + 1), rows)
+        logits_SV = self.model.decode(last_S, position_S, self.kv_N2SHLD, used, length)
+        self.logits_SV[:rows, : self.model.vocab_size] = logits_SV
+
+
+def attended_rows(num_jobs: int) -> int:
+    """The rows whose attention a step computes for so many jobs in the first slots: a whole step,
+    or a power of two below it.
+    """
+    return 1 << (num_jobs - 1).bit_length() if num_jobs < ROW_STEP else round_up(num_jobs, ROW_STEP)
 
 
 def no_settings(num_slots: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.config.model import Dtype
-from rlpipe.extras.local_engine.model import LocalModel
+from rlpipe.extras.local_engine.model import PROOFS, LocalModel
 from rlpipe.extras.local_engine.protocol import ModelLimits, parse_generate
 from rlpipe.extras.local_engine.scheduler import POOLS_MAX, Scheduler
 from tests.engine_fixtures import VOCAB, local_engine, sampled, tiny_model
@@ -144,8 +144,9 @@ def test_slots_that_become_free_change_no_bits(dtype: Dtype) -> None:
 
     together = run([*range(40)])
     assert [run([index])[0] for index in range(40)] == together
-    rows = {rows for _, _, rows, _ in model._parts}
+    rows = {part.rows for _, part in model._parts}
     assert {16, 32, 48} >= rows >= {16, 48}
+    assert {part.used for (_, part), proofs in model._parts.items() if proofs == PROOFS} >= {1, 16}
 
 
 def test_more_buckets_than_pools_all_get_their_turn() -> None:

@@ -41,7 +41,7 @@ def test_a_recorded_step_has_the_same_bits_before_and_after_a_reload(family: str
             for _ in range(4):
                 tokens_S = torch.randint(0, 90, (SLOTS,), generator=random)
                 position_S = torch.randint(0, BUCKET, (SLOTS,), generator=random)
-                given_SV = model.decode(tokens_S, position_S, kv_N2SHLD, BUCKET)
+                given_SV = model.decode(tokens_S, position_S, kv_N2SHLD, len(tokens_S), BUCKET)
                 assert torch.equal(given_SV, model._decode(tokens_S, position_S, kv_N2SHLD, torch.arange(BUCKET)))
             assert [step.proven for step in model._passes.values()] == [True]
 
