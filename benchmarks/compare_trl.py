@@ -2,7 +2,7 @@
 whether both learn alike.
 
     .venv/bin/python benchmarks/compare_trl.py [--pairs 8] [--iterations 4] [--curves]
-        [--model FOLDER]
+        [--model FOLDER] [--dtype bfloat16]
 
 Both start from the preset `tiny` after its SFT (or from --model, a folder that such a run left) and
 get the same prompts, group size, tokens, optimizer steps and learning rate. A pair is one seed:
@@ -11,7 +11,8 @@ TRL, one of rlpipe that drops groups of equal rewards, one at a time; every othe
 other way round. rlpipe's seconds are from commit to commit of iteration.json, of `rlpipe run` with
 Prefect, MLflow and the store; TRL's from the end of one generation cycle to the end of the next,
 without logs and checkpoints. TRL has an environment of its own, ~/.cache/rlpipe/trl-VERSION, made
-once. docs/benchmarks.md says what is equal and what is not.
+once. With `--dtype bfloat16` both compute in it, with weights and moments in float32 (rlpipe:
+`model.dtype`, TRL: `bf16`). docs/benchmarks.md says what is equal and what is not.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Comparison:
     """A scratch folder with the store of rlpipe's runs, and the
     checkpoint that all runs start from."""
 
-    def __init__(self, scratch: Path, iterations: int, model: str) -> None:
-        self.scratch, self.iterations = scratch, iterations
+    def __init__(self, scratch: Path, iterations: int, model: str, dtype: str = "float32") -> None:
+        self.scratch, self.iterations, self.dtype = scratch, iterations, dtype
         self.slow: dict[str, str] = {}  # environment variables of parts that sleep (overlap.py)
         self.store = open_store(f"file://{scratch}/store")
         self.model = model or self.taught()
@@ -111,7 +112,13 @@ class Comparison:
         """What both can do alike: no warm-up, no importance weight (TRL has none for transformers'
         generate), no evaluation."""
         alike = [f"model.path={self.model}", f"seed={seed}", "sft.num_steps=0", f"rl.num_iterations={self.iterations}"]
-        alike += ["rl.warmup_steps=0", "rl.importance=none", "evaluation.every=0", *SETS[name]]
+        alike += [
+            "rl.warmup_steps=0",
+            "rl.importance=none",
+            "evaluation.every=0",
+            f"model.dtype={self.dtype}",
+            *SETS[name],
+        ]
         run = self.rlpipe(f"seed-{seed}-{[*SETS].index(name)}", alike)
         records = Progress(run).iterations(self.iterations)
         ended = [moment_of(record.ended_at, "iteration.json").timestamp() for record in records]
@@ -147,7 +154,7 @@ class Comparison:
         assert fixed == ("grpo", "ppo", "token_mean", "none"), "trl_worker.py has these"
         job = {name: getattr(rl, name) for name in SETTINGS}
         job |= {"model": self.model, "seed": seed, "iterations": self.iterations, "threads": CORES, "prompts": prompts,
-                "rollouts": rollouts, "output": str(self.scratch / "trl")}  # fmt: skip
+                "rollouts": rollouts, "dtype": self.dtype, "output": str(self.scratch / "trl")}  # fmt: skip
         job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
         job_path.write_text(json.dumps(job))
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -256,12 +263,13 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=0, help="of each run; 0: 4, with --curves 20")
     parser.add_argument("--curves", action="store_true", help=f"draw the rewards to {CURVES.relative_to(ROOT)}")
     parser.add_argument("--model", default="", help="the checkpoint to start from; without it SFT makes one first")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides' products")
     told = parser.parse_args()
     make_environment()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     with tempfile.TemporaryDirectory() as scratch:
         iterations = told.iterations or (20 if told.curves else 4)
-        comparison = Comparison(Path(scratch), iterations, told.model and str(Path(told.model).resolve()))
+        comparison = Comparison(Path(scratch), iterations, told.model and str(Path(told.model).resolve()), told.dtype)
         pairs = []
         for seed in range(told.pairs):
             pairs.append(comparison.pair(seed))

@@ -100,7 +100,7 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
     rows = [{"prompt": prompt["messages"], "answer": prompt["answer"]} for prompt in job["prompts"]]
     rollouts = job["num_prompts"] * job["group_size"]
     settings = GRPOConfig(
-        output_dir=job["output"], use_cpu=True, bf16=False, seed=job["seed"],
+        output_dir=job["output"], use_cpu=True, bf16=job["dtype"] == "bfloat16", seed=job["seed"],
         max_steps=job["iterations"] * job["num_steps"],
         # one generation of all rollouts feeds num_steps optimizer steps
         per_device_train_batch_size=rollouts // job["num_steps"], gradient_accumulation_steps=1,
@@ -112,6 +112,7 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
         adam_beta1=0.9, adam_beta2=job["beta2"], weight_decay=job["weight_decay"], max_grad_norm=job["grad_clip"],
         # what would only cost TRL time
         gradient_checkpointing=False, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+        # with bf16 its products alone are in it
         dataloader_pin_memory=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     trainer = Trainer(
