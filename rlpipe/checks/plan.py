@@ -141,8 +141,12 @@ def _engine_line(config: PipelineConfig, sizes: ModelSizes) -> str:
     # weights, and keys and values of all places at the longest context
     weights, token = (part * width / GIB for part in (sizes.parameters, sizes.kv_token))
     cache = min(engines.in_flight_max * config.model.context_tokens_max, CPU_TOKENS_MAX) * token
+    # rlpipe/models/packed.py; whether the processor has AMX is known to a process with torch alone
+    is_packed = engines.kind == "local" and config.model.dtype == "bfloat16"
+    packed, copy = (weights, f" + their packed copy, with AMX, {weights:.2f}") if is_packed else (0.0, "")
     return (
-        f"memory per engine, estimated: weights {weights:.2f} + keys and values {cache:.2f} = {weights + cache:.2f} GiB"
+        f"memory per engine, estimated: weights {weights:.2f}{copy} + keys and values {cache:.2f} ="
+        f" {weights + packed + cache:.2f} GiB"
     )
 
 

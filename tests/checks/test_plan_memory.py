@@ -167,6 +167,14 @@ def test_the_lines_of_a_plan_add_up() -> None:
     assert "tokens not known" in memory_lines(config, ModelSizes(16, 1, 1, 1, None))[1]
 
 
+@pytest.mark.parametrize(("dtype", "ends"), [("float32", "= 12.00 GiB"), ("bfloat16", "= 10.00 GiB")])
+def test_a_packed_copy_is_part_of_what_a_local_engine_takes(dtype: str, ends: str) -> None:
+    config = read_config("tiny", [f"model.dtype={dtype}"], PRESETS)
+    places = config.engines.in_flight_max * config.model.context_tokens_max
+    engine = memory_lines(config, ModelSizes(2 * GIB, GIB, GIB, GIB // places, 0))[-1]
+    assert engine.endswith(ends) and ("packed copy" in engine) == (dtype == "bfloat16"), engine
+
+
 @pytest.mark.slow
 def test_the_page_says_what_fits_as_a_plan_counts_it() -> None:
     """A row of it, and that all are there; `scripts/fits_table.py --write` makes it."""
