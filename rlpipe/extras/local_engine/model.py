@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.model import Dtype
-from rlpipe.extras.local_engine.recorded import Recorded
+from rlpipe.extras.local_engine.recorded import Graph, Recorded
 from rlpipe.extras.local_engine.slot_attention import SlotCache, use_slot_attention
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config, small_windows
 from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_names
@@ -307,11 +307,19 @@ class LocalModel:
         rows = len(tokens_S)
         tokens_S, position_S = (functional.pad(given, (0, shape.rows - rows)) for given in (tokens_S, position_S))
         if shape not in self._passes:
-            same_rows = (made.graph for known, made in self._passes.items() if known[:2] == shape[:2] and made.proven)
-            self._passes[shape] = Recorded(self._decode, next(same_rows, None))
+            self._passes[shape] = Recorded(self._decode, self._graph_of_others(shape))
         kv_N2UHLD = kv_N2SHLD[:, :, : shape.used, :, : shape.length]
         key_L = torch.arange(shape.length, device=self.device)
         return self._passes[shape](tokens_S, position_S, kv_N2UHLD, key_L)[:rows]
+
+    def _graph_of_others(self, shape: StepShape) -> Graph | None:
+        """A graph that may serve this shape, too: of as many rows, else of a step that has free
+        rows if this one has. None where there is none.
+        """
+        proven = {known: made.graph for known, made in self._passes.items() if made.proven}
+        same_rows = [graph for known, graph in proven.items() if known[:2] == shape[:2]]
+        others = [graph for known, graph in proven.items() if (known.used == known.rows) == (shape.used == shape.rows)]
+        return next(iter([*same_rows, *others]), None)
 
     def _decode(self, tokens_S: Tensor, position_S: Tensor, kv_N2UHLD: Tensor, key_L: Tensor) -> Tensor:
         cache = SlotCache(kv_N2UHLD, position_S)

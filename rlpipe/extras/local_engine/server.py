@@ -114,9 +114,9 @@ class Routes:
         disconnects ends them.
         """
         call = protocol.parse_generate(await _json(request), self.limits, f"local-{next(self._ids)}", next(self._seeds))
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        ended = Wake()
         if call.stream:
-            call.on_finish = lambda: loop.call_soon_threadsafe(ended.set)
+            call.on_finish = ended.set
         try:
             await self._ask(lambda: self.scheduler.submit(call))
             if call.stream:
@@ -223,7 +223,29 @@ class Routes:
         return web.json_response({"version": __version__, "loads": [await self._ask(self.scheduler.load)]})
 
 
-async def _stream(request: web.Request, call: protocol.Call, ended: asyncio.Event) -> web.StreamResponse:
+class Wake:
+    """An event of the loop that made it, which other threads set. It is sent once until it is
+    cleared: each is a write to a socket, and many jobs end in a step.
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._event, self._is_sent = asyncio.get_running_loop(), asyncio.Event(), False
+
+    def set(self) -> None:
+        if not self._is_sent:
+            self._is_sent = True
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def clear(self) -> None:
+        """What is looked at after this includes all that was set before."""
+        self._event.clear()
+        self._is_sent = False
+
+
+async def _stream(request: web.Request, call: protocol.Call, ended: Wake) -> web.StreamResponse:
     """Server-sent events: each job as soon as it ends, and the new tokens of the others every
     `STREAM_S`.
     """
