@@ -44,11 +44,17 @@ DEFAULTS = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
 }
-# of a server that ends with its run: nobody makes a block or an automation there, and the blocks of
-# all installed collections took a second of its start
+# of a server that ends with its run: nobody makes a block, a deployment, a worker or an automation
+# there. The blocks of all installed collections took a second of its start, and services that look
+# for the others a tenth of its processor time
 OWN_DEFAULTS = {
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # by which it compares the blocks with the last start's
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
 }
 
 
