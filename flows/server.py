@@ -44,17 +44,17 @@ DEFAULTS = {
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     "DO_NOT_TRACK": "1",
 }
-# of a server that ends with its run: nobody makes a block, a deployment, a worker or an automation
-# there. The blocks of all installed collections took a second of its start, and services that look
-# for the others a tenth of its processor time
+# of a server that ends with its run: nobody makes a block or an automation there, and the blocks of
+# all installed collections took a second of its start
 OWN_DEFAULTS = {
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # by which it compares the blocks with the last start's
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
-    "PREFECT_SERVER_SERVICES_CLEANUP_RECONCILER_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+}
+# of one with a database of its own, too, where there are no deployments, workers and automations:
+# the services that look for them took a tenth of its processor time
+OWN_DATABASE_DEFAULTS = {
+    f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
+    for service in ("CLEANUP_RECONCILER", "FOREMAN", "LATE_RUNS", "SCHEDULER", "TRIGGERS")
 }
 
 
@@ -105,13 +105,14 @@ class OwnServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/api"
         self.database = database
+        defaults = OWN_DEFAULTS | (OWN_DATABASE_DEFAULTS if database else {})
         self._service = Service(
             name="Prefect server",
             argv=wrapped([*SERVER, "--host", "127.0.0.1", "--port", str(port)]),
             log_path=log_dir / "prefect-server.log",
             ready=lambda: answers(f"{self.url}/health"),
             environment={
-                **{name: os.environ.get(name, value) for name, value in OWN_DEFAULTS.items()},
+                **{name: os.environ.get(name, value) for name, value in defaults.items()},
                 "PREFECT_API_URL": self.url,
                 **(environment_of(database) if database else {}),
             },
