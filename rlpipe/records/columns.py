@@ -32,6 +32,8 @@ ARROW: dict[Kind, pa.DataType] = {
     "mask": pa.list_(pa.int8()), "logprobs": pa.list_(pa.float32()), "halves": pa.list_(pa.float16()),
     "spans": pa.list_(pa.struct([("version", pa.int32()), ("num_tokens", pa.int32())])),
 }  # fmt: skip
+# by whether they sort keys; made once, as `json.dumps` makes one for every value
+ENCODERS = {is_sorted: json.JSONEncoder(sort_keys=is_sorted, default=dataclasses.asdict) for is_sorted in (False, True)}
 DICTIONARY = {"prompt_id", "prompt", "finish_reason", "engine", "source"}  # texts that repeat often
 
 
@@ -147,11 +149,11 @@ def _rows(chunk: Any) -> list[Any]:
         items: Any = tuple(map(Span, *(chunk.values.field(name).to_pylist() for name in Span._fields)))
     else:
         items = chunk.values.to_numpy(zero_copy_only=False)
-    return [items[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy())]
+    return [items[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy().tolist())]
 
 
 def _as_text(value: Any, kind: Json) -> str:
-    return "" if value is None else json.dumps(value, sort_keys=kind.sort_keys, default=dataclasses.asdict)
+    return "" if value is None else ENCODERS[kind.sort_keys].encode(value)
 
 
 def _from_text(text: str | None, kind: Json, record: type[Any], name: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple, Self
 
 from rlpipe.base.errors import EngineError, UserError
@@ -53,6 +53,7 @@ class RewardPool:
         self._closed = False
         self._lock = threading.Lock()
         self._scorers = _scorers(rewards, args or {}, workers, timeout_s, secrets)
+        self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards")
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for scorer in self._scorers:
@@ -66,9 +67,11 @@ class RewardPool:
 
         Faults are logged, unless `quiet`.
         """
-        with self._lock, ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards") as threads:
+        with self._lock:
             try:
-                columns = list(threads.map(lambda scorer: scorer.score(items), self._scorers))
+                calls = [self._threads.submit(scorer.score, items) for scorer in self._scorers]
+                wait(calls)
+                columns = [call.result() for call in calls]
             finally:
                 if self._closed:  # such failures are not the rollouts' faults
                     raise EngineError("rl.rewards: closed while there was something to score")
@@ -89,6 +92,7 @@ class RewardPool:
         self._closed = True
         for scorer in self._scorers:
             scorer.close()
+        self._threads.shutdown(wait=False)
 
     def __enter__(self) -> Self:
         return self

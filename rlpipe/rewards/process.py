@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,8 @@ from rlpipe.rewards.score import FAILURES_MAX, Item, NotScored, Score, Scored
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
 LOSSES_MAX = 8  # processes of a reward model that are lost in a row
+BATCH_S = 0.02  # functions get as many rollouts at a time as they score in so long
+BATCH_MAX = 64  # of these
 Fault = tuple[str, str]  # reason and message
 logger = logging.getLogger(__name__)
 
@@ -36,23 +40,28 @@ class RewardLost(RuntimeError):
 
 
 class ProcessScorer:
-    """Processes with rewards loaded; each gets `batch_size` rollouts at a time, n of them with n x
-    `timeout_s`. The rollouts of a batch that fails are asked one by one.
+    """Processes with rewards loaded. The rollouts of a batch that fails are asked one by one.
 
-    The reward is given up when `losses_max` processes were lost before anything has answered; one
-    with batches, as its processes take long to load, also when as many were lost in a row.
+    A model gets `batch_size` rollouts at a time, n of them with n x `timeout_s`. Functions get one,
+    or while they are quick as many as take BATCH_S, with `timeout_s` for all of them: so one that
+    hangs costs twice the time that it costs alone.
+
+    The reward is given up when `losses_max` processes were lost before anything has answered; a
+    model, as its processes take long to load, also when as many were lost in a row.
     """
 
     def __init__(
-        self, name: str, processes: WorkerPool, timeout_s: float, *, batch_size: int = 1, losses_max: int | None = None
-    ) -> None:
-        """`losses_max`: None for FAILURES_MAX."""
+        self, name: str, processes: WorkerPool, timeout_s: float, *, batch_size: int | None = None,
+        losses_max: int | None = None,
+    ) -> None:  # fmt: skip
+        """`batch_size`: None for functions. `losses_max`: None for FAILURES_MAX."""
         assert timeout_s > 0
         self.name = name
         self.processes = processes
         self.timeout_s = timeout_s
         self.batch_size = batch_size
         self.losses_max = losses_max
+        self._rollout_s = math.inf  # how long a rollout of the last batch took; it is not known yet
 
     def start(self) -> None:
         """Returns when the rewards are loaded; UserError when one cannot be."""
@@ -67,14 +76,21 @@ class ProcessScorer:
         self.processes.losses.answered()
         self.processes.losses.in_a_row_max = FAILURES_MAX if self.losses_max is None else self.losses_max
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
-        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        left = iter(batches)  # every worker takes the next one
-        self.processes.on_all(lambda worker: self._work(worker, left))
+        left, share = deque(order), math.ceil(len(items) / len(self.processes.workers))
+        self.processes.on_all(lambda worker: self._work(worker, self._batches(left, share)))
         return [self._scores.get(index) or self._fault(index) for index in range(len(items))]
 
     def close(self) -> None:
         """Kills the processes."""
         self.processes.close()
+
+    def _batches(self, left: deque[int], share: int) -> Iterator[list[int]]:
+        """Takes one batch after the other from the rollouts that are left for all workers; of
+        functions not more than a worker's share.
+        """
+        while left:
+            size = self.batch_size or min(max(int(BATCH_S / self._rollout_s), 1), BATCH_MAX, share)
+            yield [left.popleft() for _ in range(min(size, len(left)))]
 
     async def _work(self, worker: Worker, batches: Iterable[list[int]], is_again: bool = False) -> None:
         """Asks for one batch after the other until none is left, or the reward is given up.
@@ -95,9 +111,11 @@ class ProcessScorer:
     async def _ask(self, worker: Worker, batch: list[int]) -> Fault | None:
         """Asks for a batch and stores its scores, or returns the fault that all of it met."""
         request = {"items": [self._items[index] for index in batch]}
-        once = partial(worker.ask, lambda _: (request, self.timeout_s * len(batch)))
+        timeout_s = self.timeout_s * (len(batch) if self.batch_size else 1)
+        once, asked_s = partial(worker.ask, lambda _: (request, timeout_s)), time.monotonic()
         try:
             answer: Scored | NotScored = await (ask_twice(once) if len(batch) == 1 else once())
+            self._rollout_s = (time.monotonic() - asked_s) / len(batch)
             if self.losses_max is None:
                 self.processes.losses.in_a_row_max = math.inf  # what has answered once is never given up
             return self._keep(batch, answer)

@@ -49,7 +49,7 @@ def score_answer(prompt: RewardPrompt, completion: str) -> float:
         raise ValueError(f"prompt {prompt['prompt_id']}: reward reasoning_gym needs rows of a reasoning_gym source")
     entry = made["entry"]
     if isinstance(entry, str):  # Python literals: some verifiers compare tuples
-        entry = ast.literal_eval(entry)
+        entry = ast.literal_eval(_literal(entry))
     assert "answer" in entry
     dataset = _dataset(made["dataset"], canonical_json(made["args"]))
     from reasoning_gym.utils import extract_answer
@@ -59,6 +59,12 @@ def score_answer(prompt: RewardPrompt, completion: str) -> float:
     if answer is not None and grammar is not None and not grammar.fullmatch(answer):
         answer = None
     return float(dataset.score_answer(answer, entry))
+
+
+@lru_cache(maxsize=64)
+def _literal(text: str) -> ast.Expression:
+    """The syntax of a Python literal: a group's rollouts, which are scored together, have one."""
+    return ast.parse(text, mode="eval")
 
 
 @lru_cache(maxsize=64)

@@ -149,7 +149,7 @@ def score(
     shards = [
         rollout for ref in rollouts for rollout in read_records(store, ref, "rollouts.parquet", Rollout, ROLLOUTS)
     ]
-    sampled = [replace(rollout, **kept.get(_place(rollout), {})) for rollout in shards]
+    sampled = [replace(rollout, **kept[place]) if (place := _place(rollout)) in kept else rollout for rollout in shards]
     cut_short = {rollout.group_index for rollout in sampled if rollout.is_cut_short}
     to_score = [rollout for rollout in sampled if rollout.reward is None and rollout.group_index not in cut_short]
     scored = score_rollouts(session, prompts_by_id(store, [prompts]), to_score, known) if to_score else []

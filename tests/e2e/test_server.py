@@ -10,11 +10,13 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from tests.deadlines import DEADLINE_S
+from tests.deadlines import DEADLINE_S, until
 from tests.pipeline import BIN
 from tests.prefect_stand import Stand, bare_server
 
@@ -62,6 +64,34 @@ def test_flow_runs_artifacts_and_logs_written_at_once_are_all_taken(stand: Stand
         list(writers.map(write, range(WRITERS)))
     assert Counter(taken) == {201: 5 * RUNS * WRITERS}
     assert "database is locked" not in (stand.path / "server.log").read_text()
+
+
+def test_an_event_that_is_sent_twice_is_kept_once_with_its_resources(stand: Stand) -> None:
+    events = [
+        {
+            "id": str(uuid4()),
+            "occurred": datetime.now(UTC).isoformat(),
+            "event": name,
+            "resource": {"prefect.resource.id": "a.thing"},
+            "related": [{"prefect.resource.id": "another.thing", "prefect.resource.role": "other"}],
+        }
+        for name in ("went", "came")
+    ]
+    request = urllib.request.Request(
+        f"{stand.environment['PREFECT_API_URL']}/events",
+        json.dumps([*events, events[0]]).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        assert answer.status == 204
+    wanted = {"filter": {"related": {"id": ["another.thing"]}}}
+
+    def kept() -> list[dict[str, Any]]:
+        found = stand.api("POST", "/events/filter", wanted)["events"]
+        return found if len(found) >= len(events) else []
+
+    assert sorted(event["id"] for event in until(kept)) == sorted(str(event["id"]) for event in events)
+    assert "Traceback" not in (stand.path / "server.log").read_text()
 
 
 def test_it_does_not_go_to_the_background() -> None:

@@ -17,9 +17,10 @@ import pytest
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.processes.child import has_ended
+from rlpipe.processes.worker import Worker
 from rlpipe.rewards import process as process_module
 from rlpipe.rewards.pool import RewardPool, check_rewards, score
-from rlpipe.rewards.process import RewardLost
+from rlpipe.rewards.process import Fault, ProcessScorer, RewardLost
 from rlpipe.rewards.score import Score, score_of, scored
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S, until
 
@@ -167,6 +168,53 @@ def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pyte
             None,
             2.0,
         ]
+
+
+def test_quick_functions_get_many_rollouts_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests(monkeypatch)
+    with RewardPool({"behaviours:behave": 1.0}, workers=4, timeout_s=DEADLINE_S) as pool:
+        pool.score(items(*["1"] * 100))
+        assert asked[0] == 1 and sum(asked) == 100, "how quick it is is not known at first"
+        assert 1 < max(asked) <= 25, "each process gets its share"
+        asked.clear()
+        assert [score.reward for score in pool.score(items(*map(str, range(50))))] == [float(n) for n in range(50)]
+        assert sum(asked) == 50 and len(asked) < 50
+
+
+def test_slow_functions_get_one_rollout_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests(monkeypatch)
+    (folder / "slow.py").write_text("import time\ndef f(completion, prompt):\n    time.sleep(0.05)\n    return 1.0\n")
+    with RewardPool({"slow:f": 1.0}, workers=2, timeout_s=DEADLINE_S) as pool:
+        pool.score(items(*["1"] * 8))
+    assert asked == [1] * 8
+
+
+@pytest.mark.parametrize(("bad", "reason"), [("sleep", "reward_timeout"), ("kill", "reward_crash")])
+def test_of_rollouts_that_were_asked_together_only_the_bad_one_has_no_score(
+    folder: Path, bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(monkeypatch)
+    with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=2 * SHORT_S) as pool:
+        pool.score(items(*["1"] * 100))
+        asked.clear()
+        scores = pool.score(items("1", "2", bad, "3", "4"))
+    assert [(score.reward, score.reason) for score in scores] == [
+        (1.0, None), (2.0, None), (None, reason), (3.0, None), (4.0, None),
+    ]  # fmt: skip
+    assert max(asked) > 1
+
+
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rollouts of each request from here on."""
+    asked: list[int] = []
+    ask = ProcessScorer._ask
+
+    async def counted(self: ProcessScorer, worker: Worker, batch: list[int]) -> Fault | None:
+        asked.append(len(batch))
+        return await ask(self, worker, batch)
+
+    monkeypatch.setattr(ProcessScorer, "_ask", counted)
+    return asked
 
 
 def test_a_rollout_whose_process_was_killed_once_is_scored_again(pool: RewardPool) -> None:
