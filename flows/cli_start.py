@@ -28,7 +28,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
 from rlpipe.loop.scratch import work_dir_of
-from rlpipe.processes.memory import importing
+from rlpipe.processes.memory import lasting_objects
 from rlpipe.store.backend import open_store
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import check_committed, forked_from, way_to_resume
@@ -193,7 +193,7 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
 
 def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:
     """The result of the pipeline, and the database of Prefect's UI, where it is ours."""
-    with importing():
+    with lasting_objects():
         from prefect.settings import PREFECT_API_URL
 
         from flows.post_train import post_train
