@@ -19,7 +19,7 @@ import typer
 
 from flows import PRESETS
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
-from flows.database import own_database
+from flows.database import own_database, template
 from flows.early_server import EarlyServer, server_beside
 from flows.printing import echo, echo_all, fail
 from flows.server import run_flow, running_server, set_defaults
@@ -28,7 +28,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 from rlpipe.config.source import override_config, read_config
 from rlpipe.loop.scratch import work_dir_of
-from rlpipe.processes.memory import importing
+from rlpipe.processes.memory import lasting_objects
 from rlpipe.store.backend import open_store
 from rlpipe.store.commits import CommittedLate
 from rlpipe.store.forks import check_committed, forked_from, way_to_resume
@@ -193,7 +193,7 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
 
 def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:
     """The result of the pipeline, and the database of Prefect's UI, where it is ours."""
-    with importing():
+    with lasting_objects():
         from prefect.settings import PREFECT_API_URL
 
         from flows.post_train import post_train
@@ -202,7 +202,7 @@ def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | 
     logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
     log_to(logs)
     if not configured:
-        first = early.has_new_database or (database is not None and not database.exists())
+        first = early.makes_tables or (database is not None and not database.exists() and not template().exists())
         echo(
             "starting Prefect's server"
             f" ({'up to a minute the first time, to make its database' if first else 'some seconds'})"

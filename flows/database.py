@@ -8,9 +8,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
+import shutil
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -107,6 +111,53 @@ def using(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     with _opened(path.parent) as folder:
         _lock(folder, fcntl.LOCK_SH, wait_s)
         yield
+
+
+def template() -> Path:
+    """The file that new databases of this user are copied from: Prefect's tables, without rows.
+    Each version of Prefect has its own.
+    """
+    return Path(f"~/.cache/rlpipe/prefect-{version('prefect')}.db").expanduser()
+
+
+def copy_template(path: Path) -> bool:
+    """Makes a new database by a copy of the template. False where that is not there, or not whole:
+    the server makes the tables itself then, which is half of its start.
+    """
+    part = path.with_suffix(".part")
+    try:
+        shutil.copyfile(template(), part)
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(part))}?immutable=1", uri=True)) as copy:
+            if copy.execute("PRAGMA quick_check").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError(f"{template()} is damaged")
+            copy.execute("SELECT version_num FROM alembic_version").fetchone()
+        part.rename(path)
+    except sqlite3.Error:
+        template().unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+        return False
+    except OSError:
+        part.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def keep_template(path: Path) -> None:
+    """Keeps a copy of a database that has no rows yet as the template, unless there is one; does
+    nothing where there is no place for it.
+    """
+    kept = template()
+    part = kept.with_suffix(f".{secrets.token_hex(4)}.part")
+    with contextlib.suppress(OSError, sqlite3.Error):
+        if kept.exists():
+            return
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as made, contextlib.closing(sqlite3.connect(part)) as copy:
+                made.backup(copy)
+            part.rename(kept)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def delete_unused(path: Path) -> None:

@@ -46,8 +46,9 @@ class EarlyServer:
         return server
 
     @property
-    def has_new_database(self) -> bool:
-        return self.server is not None and self.server.has_new_database
+    def makes_tables(self) -> bool:
+        """True while it makes its database, which takes longer than its start."""
+        return self.server is not None and self.server.makes_tables
 
     def undo(self) -> None:
         """Stops the server, unless it was taken, and deletes what it made and nobody else uses."""

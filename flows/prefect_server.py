@@ -16,9 +16,9 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from rlpipe.processes.memory import importing
+from rlpipe.processes.memory import lasting_objects
 
-with importing():
+with lasting_objects():
     from prefect.cli import app
     from prefect.server.api import server  # noqa: F401  # else the command imports it
     from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration

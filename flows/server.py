@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from flows.database import creating, environment_of, using
+from flows.database import copy_template, creating, environment_of, keep_template, using
 from flows.printing import echo
 from flows.stopping import bounding, run_unless_stopped
 from rlpipe.base.errors import UserError
@@ -117,7 +117,7 @@ class OwnServer:
                 **(environment_of(database) if database else {}),
             },
         )
-        self.has_new_database = False
+        self.has_new_database, self.makes_tables = False, False
         self._held = contextlib.ExitStack()  # the lock by which the database is in use
         self._starting: threading.Thread | None = None
         self._fault: RuntimeError | None = None  # of the start
@@ -131,6 +131,7 @@ class OwnServer:
                 held.enter_context(using(self.database, wait_s))
                 creation.enter_context(creating(self.database, wait_s))
                 self.has_new_database = not self.database.exists()
+                self.makes_tables = self.has_new_database and not copy_template(self.database)
             self._service.start()
             self._held, lock = held.pop_all(), creation.pop_all()
         # other runs of this database wait no longer than until this server answers
@@ -141,6 +142,8 @@ class OwnServer:
         with creation:
             try:
                 self._service.wait_ready()
+                if self.makes_tables and self.database:
+                    keep_template(self.database)  # before anybody knows of the server, and writes a row
             except RuntimeError as error:
                 self._fault = error
 

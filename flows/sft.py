@@ -90,6 +90,7 @@ async def begin_sft(session: Session) -> tuple[ArtifactRef, ArtifactRef]:
         raise made
     if isinstance(data, BaseException):
         raise data
+    session.data.forget_conversations()  # which are not taken where the data was committed before
     track_data(session, "sft")
     return tokenizer, data.ref
 

@@ -29,7 +29,7 @@ from rlpipe.checks.trial import PlannedTraining, sizes_of
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
-from rlpipe.processes.memory import collect
+from rlpipe.processes.memory import settle_heap
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
@@ -216,7 +216,7 @@ def offload(where: Where) -> Figures:
         bits.append([own_rows(parameter).clone() for _, parameter in trainer.resident.policy.shards()])
         figures[f"{kept}:"] = f"{measured.tokens_per_s:,.0f} tokens/s, {measured.peak_gib:.1f} GiB"
         del trainer
-        collect()
+        settle_heap()
     assert all(map(torch.equal, *bits)), "with the moments on the host the weights are others"
     return figures | {"weights": "the same bits"}
 

@@ -163,7 +163,7 @@ def do(trainer: Trainer, job: AnyJob) -> JsonDict:
 
     A load looks for garbage in what tests made: what they import stays frozen (tests/conftest.py).
     """
-    with patch("rlpipe.trainer.trainer.collect", gc.collect):
+    with patch("rlpipe.trainer.trainer.settle_heap", gc.collect):
         return dataclasses.asdict(trainer.run(job))
 
 

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
 from rlpipe.base.errors import UserError
-from rlpipe.base.seeds import data_seed
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.checks.plan import memory_lines
 from rlpipe.checks.plan_cost import Lengths, disk_lines, time_lines
@@ -21,6 +20,7 @@ from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
+from rlpipe.data.read_sets import ReadSets
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
@@ -61,6 +61,7 @@ class Content:
         # the rows that could be read, by label, of RL and evaluation
         self.prompts: dict[str, list[Prompt]] = {}
         self.conversations: dict[str, list[Talk]] = {}  # and of SFT
+        self.sets = ReadSets(config.seed)  # all rows of both, for the session
         self.roles: list[str] = []  # of the environment's messages
         self.doubts: list[str] = []  # settings that are hardly meant, found so far
         # completions that rewards are tried on, as they are once they were tokens
@@ -150,14 +151,14 @@ class Content:
 
     def data_set(self, data: DataConfig) -> str:
         """Reads one set, and keeps its rows for later checks."""
-        name, own_seed = label(data), data_seed(self.config.seed, data.name)
+        name = label(data)
         if data.use == "sft":
-            rows = self.conversations[name] = load_conversations(data, own_seed)
+            rows = self.conversations[name] = self.sets.read(data, load_conversations)
             messages = rows[0].messages
             first = next((message for message in messages if message["role"] != "system"), messages[0])
             example = f"{_short(content_text(first))} -> {_short(content_text(messages[-1]))}"
         else:
-            rows = self.prompts[name] = load_prompts(data, own_seed)
+            rows = self.prompts[name] = self.sets.read(data, load_prompts)
             answer = "" if rows[0].answer is None else f", answer {_short(rows[0].answer)}"
             example = f"{_short(content_text(rows[0].messages[-1]))}{answer}"
         return f"{name}: {len(rows):,} rows of {data.source}, for example {example}"

@@ -15,6 +15,7 @@ from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.content import Content, label
 from rlpipe.checks.plan import warning_lines
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.read_sets import hand_over
 from rlpipe.data.sources import load_sets
 from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.models.folder import folder_config
@@ -54,7 +55,8 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
     check_access(store)
     run = fork or (find_run(store, config) if config.run else None) or Run(store, config)
     redo = run.redoes(last)
-    findings = _examined(config, run, data=not redo)
+    content = Content(config, runs=True)
+    findings = _examined(content, run, data=not redo)
     if findings.faults:
         raise UserError("\n".join(findings.faults))
     if fork is not None:
@@ -63,6 +65,7 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
         _check_source(run)
     for line in [*warning_lines(config), *findings.warnings]:
         log.warning("%s", line)
+    hand_over(config, content.sets)
     _passed.add(sha256_of(config.model_dump(mode="json")))
 
 
@@ -117,17 +120,15 @@ def look_at(config: PipelineConfig) -> Findings:
 
     Downloads no model, reads no store, leaves nothing running.
     """
-    return _examined(config, None, runs=False)
+    return _examined(Content(config, runs=False), None)
 
 
-def _examined(config: PipelineConfig, run: Run | None, *, data: bool = True, runs: bool = True) -> Findings:
+def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findings:
     """Checks all that a config names, in order, also after a fault; for a `run`, what it still
-    needs.
-
-    `data`: True when data sets are needed; `runs`: True when it is to run, now and on this machine;
-    False for a plan.
+    needs. `data`: True when data sets are needed.
     """
-    findings, content, rl = Findings([], [], []), Content(config, runs), config.rl
+    findings, config, runs = Findings([], [], []), content.config, content.runs
+    rl = config.rl
     progress = None if run is None else Progress(run)
     has_base, has_sft = (progress is not None and progress.has_base), (progress is not None and progress.sft_complete)
     num_iterations = 0 if progress is None else progress.num_committed("rl", rl.num_iterations)

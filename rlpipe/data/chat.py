@@ -260,7 +260,7 @@ class ChatTokenizer:
         """The span of turn `index` in `text`, from the end of the turn's prompt to its end-of-turn
         token, inclusive.
         """
-        alone = self._template.render(messages[: index + 1])
+        alone = text if index + 1 == len(messages) else self._template.render(messages[: index + 1])
         if index:
             head = self._template.render(messages[:index], add_generation_prompt=True)
         else:  # it has no earlier messages, and many templates refuse an empty list

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from rlpipe.base.hashing import sha256_of
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.conversations import prompt_lengths
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.sources import PromptSets, fitting, load_sets, once, room_for
-from rlpipe.records.prompt import Prompt
+from rlpipe.data.read_sets import handed_over
+from rlpipe.data.sources import PromptSets, fitting, load_conversations, load_prompts, once, room_for
+from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.report.curves import DataSet
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.run import Run
@@ -26,8 +27,21 @@ class RunData:
 
     def __init__(self, run: Run, folder: Path) -> None:
         self._run, self._config, self.folder = run, run.config, folder
-        self.prompts: PromptSets = once(partial(load_sets, run.config))
+        self._sets = handed_over(run.config)
+        self.prompts: PromptSets = once(self._load)
         self.fitting: PromptSets = once(self._fitting)
+
+    def _load(self, use: str) -> list[list[Prompt]]:
+        return [self._sets.take(data, load_prompts) for data in self._config.sets(use)]
+
+    def conversations(self) -> dict[str, list[Talk]]:
+        """The rows of each set of use sft, by its name; not kept, as they are prepared once."""
+        return {data.name: self._sets.take(data, load_conversations) for data in self._config.sets("sft")}
+
+    def forget_conversations(self) -> None:
+        """Drops those that were read before, once nobody needs them."""
+        for data in self._config.sets("sft"):
+            self._sets.forget(data)
 
     def _fitting(self, use: str) -> list[list[Prompt]]:
         return [

@@ -61,8 +61,8 @@ def typed(table: pa.Table, record: type[Any]) -> pa.Table:
     """The columns of a record, cast to its types. The only place in which stored columns are
     checked.
 
-    ValueError for another type, for a missing column, and for a null where the field allows none. A
-    missing column is left out if the field has a default.
+    ValueError for another type, for a missing column, and for a null where the field allows none,
+    or in a list. A missing column is left out if the field has a default.
     """
     arrays, optional, names = list[Any](), optional_columns(record), list[str]()
     fields = {field.name: field for field in dataclasses.fields(record)}
@@ -76,9 +76,22 @@ def typed(table: pa.Table, record: type[Any]) -> pa.Table:
             raise ValueError(f"its column {field.name} is of type {column.type}, not {field.type}")
         if column.null_count and field.name not in optional:
             raise ValueError(f"its column {field.name} has nulls")
+        if any(_inner_nulls(chunk) for chunk in column.chunks):
+            raise ValueError(f"a list of its column {field.name} has nulls")
         arrays.append(column if column.type == field.type else column.cast(field.type))
         names.append(field.name)
     return pa.Table.from_arrays(arrays, names=names)
+
+
+def _inner_nulls(array: pa.Array) -> int:
+    """The nulls among the items of lists, and among the fields of structs."""
+    if pa.types.is_struct(array.type):
+        parts = array.flatten()
+    elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        parts = [array.flatten()]
+    else:
+        return 0
+    return sum(part.null_count + _inner_nulls(part) for part in parts)
 
 
 def _family(kind: pa.DataType) -> Any:
@@ -126,10 +139,26 @@ def _encoded(values: list[Any], kind: Any) -> pa.Array:
     if pa.types.is_struct(kind.value_type):
         items = pa.array([tuple(span) for spans in values for span in spans], kind.value_type)
     else:
-        items = pa.array(
-            np.concatenate(values or [np.zeros(0)]).astype(NUMPY[kind.value_type], copy=False), kind.value_type
-        )
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items)
+        items = _array(np.concatenate(values or [np.zeros(0)]), kind.value_type)
+    return pa.ListArray.from_arrays(_array(offsets, pa.int32()), items)
+
+
+def _array(numbers: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """Numbers as an array without nulls, not copied where they are of this kind. `pa.array` would
+    import pandas, a quarter of a second.
+    """
+    plain = np.ascontiguousarray(numbers, dtype=NUMPY[kind])
+    return pa.Array.from_buffers(kind, len(plain), [None, pa.py_buffer(plain)])
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """A read-only view of an array of numbers without nulls; `to_numpy` would import pandas."""
+    dtype = np.dtype(NUMPY[array.type])
+    if not len(array):
+        return np.zeros(0, dtype)
+    view = np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+    view.flags.writeable = False
+    return view
 
 
 def _decoded(column: pa.ChunkedArray, kind: Any, record: type[Any], name: str) -> list[Any]:
@@ -148,8 +177,8 @@ def _rows(chunk: Any) -> list[Any]:
         # not a dict per span, which would take most of the time of reading a batch
         items: Any = tuple(map(Span, *(chunk.values.field(name).to_pylist() for name in Span._fields)))
     else:
-        items = chunk.values.to_numpy(zero_copy_only=False)
-    return [items[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy().tolist())]
+        items = _numbers(chunk.values)
+    return [items[start:end] for start, end in itertools.pairwise(_numbers(chunk.offsets).tolist())]
 
 
 def _as_text(value: Any, kind: Json) -> str:
@@ -205,7 +234,7 @@ def decode_file(source: Path, target: Path, record: type[Any]) -> None:
     """
     with pq.ParquetFile(source, memory_map=True, pre_buffer=False) as file:
         names = [name for name in schema_of(record).names if name in file.schema_arrow.names]
-        schema = typed(file.schema_arrow.empty_table().select(names), record).schema
+        schema = typed(pa.Table.from_batches([], file.schema_arrow).select(names), record).schema
         with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
                 writer.write_table(typed(pa.Table.from_batches([batch]), record))

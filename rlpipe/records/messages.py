@@ -20,6 +20,7 @@ from rlpipe.records.prompt import Message, Tool, ToolCall, is_text
 # levels of nested lists and objects in a message or a tool: JSON writers and templates have limits
 DEPTH_MAX = 100
 HOLDERS = (Mapping, list, tuple)
+AS_TEXT = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one at each call
 REASONING = ("reasoning_content", "thinking", "reasoning")  # three names of one field
 
 
@@ -50,6 +51,8 @@ def read_tools(value: Any, where: str) -> list[Tool]:
 
     UserError for any other value.
     """
+    if value is None:
+        return []
     check_depth(value, where)
     if isinstance(value, str):
         value = None if value.strip() in ("", "null") else _parsed(value) or value
@@ -110,7 +113,7 @@ def check_depth(value: Any, where: str) -> None:
 def check_text(value: Any, where: str) -> Any:
     """Returns the JSON `value`. UserError when a text in it, at any depth, cannot be stored."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        AS_TEXT.encode(value).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: holds half a surrogate pair, which is no text") from error
     return value

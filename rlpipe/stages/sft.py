@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.seeds import data_seed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
 from rlpipe.config.training import SftConfig
 from rlpipe.data.conversations import encode_talk, tokenise_conversations
 from rlpipe.data.cursor import PromptCursor
-from rlpipe.data.sources import fitting, load_conversations, split_validation
+from rlpipe.data.sources import fitting, split_validation
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, stage
 from rlpipe.loop.trainer_requests import OnProgress
@@ -33,7 +32,7 @@ def prepare_sft_data(session: Session, attempt: Attempt, *, tokenizer: ArtifactR
     assistant's tokens.
     """
     config = session.config
-    read = {data.name: load_conversations(data, data_seed(config.seed, data.name)) for data in config.sets("sft")}
+    read = session.data.conversations()
     loaded = {data.name: _short_enough(session, data, read[data.name]) for data in config.sets("sft")}
     sets, kept = split_validation(loaded, config.sft.validation_fraction)
     cursor = PromptCursor([len(rows) for rows in sets], [data.weight for data in config.sets("sft")], config.seed)

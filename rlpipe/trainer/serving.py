@@ -21,7 +21,7 @@ from typing import NoReturn
 from aiohttp import web
 
 from rlpipe.base.errors import StepRefused, StoreError, UserError
-from rlpipe.processes.memory import settle_heap
+from rlpipe.processes.memory import settle_newer
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.patience import working
 from rlpipe.trainer.board import Board, JobRefused
@@ -70,7 +70,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         job = ANY_JOB.validate_python(message)
         status, answer = _outcome(trainer, job)
         if isinstance(job, LoadJob):
-            settle_heap()
+            settle_newer()
         if board is not None:
             assert record is not None, "a message without its job"
             board.finish(record, status, answer)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from rlpipe.base.references import ArtifactRef
-from rlpipe.processes.memory import collect
+from rlpipe.processes.memory import settle_heap
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
 from rlpipe.trainer.model import load_policy, own_rows
@@ -38,6 +38,7 @@ class Trainer:
         self.ranks = ranks
         self._on_published = on_published or partial(upload, ranks.store, ranks.published)
         self.resident: Resident | None = None
+        self._has_loaded = False  # it has, or tried to
         self._reference: tuple[str, Reference] | None = None
         self._offloaded: Offloaded | None = None
         self._sending = Sending(ranks)
@@ -71,7 +72,9 @@ class Trainer:
             if self._reference is not None and self._reference[1].adapter:
                 self._reference = None
             del resident
-            collect()  # reference cycles hold a sharded module; its memory is needed now
+            if self._has_loaded:
+                settle_heap()  # reference cycles hold a sharded module; its memory is needed now
+            self._has_loaded = True
             self.resident, differs = load(self.ranks, job)
             return JobResult(differs=differs)
         assert resident is not None, f"{job.kind} with nothing resident"
@@ -119,7 +122,7 @@ class Trainer:
         if self._reference is None or self._reference[0] != ref.sha256:
             if self._reference is not None:
                 self._reference = None
-                collect()
+                settle_heap()
             if adapter := adapter_of_reference(self.ranks, resident, ref):
                 reference = Reference(resident.policy, resident.rows, adapter)
             else:

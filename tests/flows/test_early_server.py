@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from flows import PRESETS, early_server, server
-from flows.database import creating, delete_unused, files_of, using
+from flows.database import copy_template, creating, delete_unused, files_of, keep_template, template, using
 from flows.early_server import EarlyServer, server_beside
 from flows.server import OwnServer
 from rlpipe.config.pipeline import PipelineConfig
@@ -133,7 +134,7 @@ def test_no_server_is_started_early_where_the_user_may_have_named_one(
 
 def test_a_server_with_another_database_than_the_user_named_is_not_taken(config: PipelineConfig) -> None:
     with server_beside(config) as early:
-        assert early.has_new_database
+        assert early.server is not None and early.server.has_new_database
         assert early.take(None) is None
     with server_beside(config) as early:
         assert early.server is not None
@@ -152,7 +153,7 @@ def test_what_was_there_before_a_refused_run_stays(config: PipelineConfig) -> No
         file.touch()
     (database.parent / "another.db").touch()
     with server_beside(config) as early:
-        assert not early.has_new_database
+        assert early.server is not None and not early.server.has_new_database
     assert all(file.exists() for file in files_of(database))
 
 
@@ -171,6 +172,48 @@ def test_a_new_database_is_deleted_unless_another_server_uses_it(tmp_path: Path)
     delete_unused(database)
     assert not database.parent.exists()
     delete_unused(database)  # nothing is there
+
+
+def tables(database: Path) -> set[str]:
+    with closing(sqlite3.connect(database)) as opened:
+        return {name for (name,) in opened.execute("SELECT name FROM sqlite_master")}
+
+
+def test_a_users_second_database_is_a_copy_of_the_first_before_it_had_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    first, second = (OwnServer(tmp_path / name, tmp_path / name / "a.db") for name in ("a", "b"))
+    for own in (first, second):
+        try:
+            own.start()
+            own.wait_ready()
+        finally:
+            own.stop()
+    assert first.makes_tables and second.has_new_database and not second.makes_tables
+    assert "flow_run" in tables(template())
+    assert tables(tmp_path / "b" / "a.db") == tables(template())
+
+
+def test_a_damaged_template_is_not_used_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    made, new = tmp_path / "made.db", tmp_path / "new.db"
+    assert not copy_template(new) and not new.exists()
+    with closing(sqlite3.connect(made)) as database:
+        database.execute("CREATE TABLE alembic_version (version_num TEXT)")
+    keep_template(made)
+    assert copy_template(new) and tables(new) == {"alembic_version"}
+    new.unlink()
+    for damage in (b"", b"not a database, but long enough to look like a file of one" * 100):
+        keep_template(made)
+        template().write_bytes(damage)
+        assert not copy_template(new)
+        assert not template().exists()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["made.db"]
+    (tmp_path / "home" / ".cache" / "rlpipe").rmdir()
+    (tmp_path / "home" / ".cache" / "rlpipe").touch()  # no place for it
+    keep_template(made)
+    assert not copy_template(new)
 
 
 def test_another_run_waits_until_a_server_answers_and_no_longer(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from rlpipe.processes.memory import settle_heap, settled_heap
+from rlpipe.processes.memory import settle_heap, settle_newer, settled_heap
 
 
 class Ring:
@@ -23,6 +23,20 @@ def test_garbage_is_collected_before_and_after_and_what_was_frozen_once_it_is_as
         del kept
         gc.collect()
         assert after() is None and of_kept() is not None, "it was frozen"
+        settle_heap()
+        assert of_kept() is None
+    finally:
+        gc.freeze()  # as tests/conftest.py left it
+
+
+def test_newer_garbage_is_collected_and_what_was_frozen_stays() -> None:
+    try:
+        kept = Ring()
+        settle_heap()
+        newer, of_kept = weakref.ref(Ring()), weakref.ref(kept)
+        del kept
+        settle_newer()
+        assert newer() is None and of_kept() is not None
         settle_heap()
         assert of_kept() is None
     finally:

@@ -30,7 +30,7 @@ from rlpipe.config.operational import LOCAL_THREADS
 from rlpipe.config.secrecy import key_fits
 from rlpipe.extras.local_engine import protocol
 from rlpipe.processes.launch import check_port_free, die_with_parent
-from rlpipe.processes.memory import importing, settle_heap
+from rlpipe.processes.memory import lasting_objects, settle_heap
 
 if TYPE_CHECKING:
     from rlpipe.extras.local_engine.scheduler import Scheduler
@@ -301,7 +301,7 @@ def main(
             raise UserError(
                 f"threads={threads}: choose one of {LOCAL_THREADS}, so that results do not depend on the batch"
             )
-        with importing():
+        with lasting_objects():
             import torch
 
             from rlpipe.extras.local_engine.model import LocalModel
