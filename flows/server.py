@@ -51,7 +51,7 @@ OWN_DEFAULTS = {
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
 }
 # of one with a database of its own, too, where there are no deployments, workers and automations:
-# the services that look for them took a tenth of its processor time
+# the services that look for them would only take processor time
 OWN_DATABASE_DEFAULTS = {
     f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
     for service in ("CLEANUP_RECONCILER", "FOREMAN", "LATE_RUNS", "SCHEDULER", "TRIGGERS")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
-from rlpipe.records.columns import from_table, read_table, to_parquet, to_table
+from rlpipe.records.columns import from_table, read_table, schema_of, to_parquet, to_table, typed
+from rlpipe.records.kinds import Spans
 from rlpipe.records.rollout import Conversation
 from tests.deadlines import DEADLINE_S
 from tests.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Versions:
+    weight_versions: Spans
+
 
 WITHOUT_PANDAS = """
 import sys
@@ -49,3 +58,21 @@ def test_numbers_are_read_as_they_were_written_also_from_a_part_of_a_table_and_c
             assert row.tokens.tolist() == was.tokens.tolist() and row.tokens.dtype == np.int32
             assert row.loss_mask.tolist() == was.loss_mask.tolist() and not row.tokens.flags.writeable
     assert from_table(table[:0], Conversation) == []
+
+
+@pytest.mark.parametrize("tokens", [[[1, None, 3]], [[1], [None]], [[1], None]])
+def test_a_null_in_a_list_is_refused(tokens: list[object]) -> None:
+    """As a number it would be any: the memory under a null is not defined."""
+    mask = [[1] * len(row) if isinstance(row, list) else [1] for row in tokens]
+    table = pa.table(
+        {"tokens": pa.array(tokens, pa.list_(pa.int32())), "loss_mask": pa.array(mask, pa.list_(pa.int8()))}
+    )
+    with pytest.raises(ValueError, match="column tokens has nulls"):
+        from_table(table, Conversation)
+
+
+def test_a_null_in_a_span_is_refused() -> None:
+    kind = schema_of(Versions).field("weight_versions").type
+    table = pa.table({"weight_versions": pa.array([[{"version": 1, "num_tokens": None}]], kind)})
+    with pytest.raises(ValueError, match="a list of its column weight_versions has nulls"):
+        typed(table, Versions)
