@@ -55,13 +55,18 @@ def use_slot_attention(lm: Any) -> bool:
 
 
 def attend(
-    module: nn.Module, query_SAQD: Tensor, key_UHLD: Tensor, value_UHLD: Tensor, mask: Tensor | None, **others: Any
+    module: nn.Module,
+    query_SAQD: Tensor,
+    key_UHLD: Tensor,
+    value_UHLD: Tensor,
+    attention_mask: Tensor | None,  # by this name in some families
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' function for torch's attention, over the first rows, as many as there are
     keys; it returns S x Q x A x D, with zeros in the other rows.
     """
     rows, used = query_SAQD.shape[0], key_UHLD.shape[0]
-    out_UQAD, _ = sdpa_attention_forward(module, query_SAQD[:used], key_UHLD, value_UHLD, mask, **others)
+    out_UQAD, _ = sdpa_attention_forward(module, query_SAQD[:used], key_UHLD, value_UHLD, attention_mask, **others)
     return functional.pad(out_UQAD, (0, 0, 0, 0, 0, 0, 0, rows - used)), None
 
 
