@@ -171,7 +171,7 @@ def test_a_reward_that_never_answers_is_given_up(folder: Path, monkeypatch: pyte
 
 
 def test_quick_functions_get_many_rollouts_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = requests(monkeypatch)
+    asked = requests(monkeypatch, quick_s=100 * DEADLINE_S)
     with RewardPool({"behaviours:behave": 1.0}, workers=4, timeout_s=DEADLINE_S) as pool:
         pool.score(items(*["1"] * 100))
         assert asked[0] == 1 and sum(asked) == 100, "how quick it is is not known at first"
@@ -193,7 +193,7 @@ def test_slow_functions_get_one_rollout_at_a_time(folder: Path, monkeypatch: pyt
 def test_of_rollouts_that_were_asked_together_only_the_bad_one_has_no_score(
     folder: Path, bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = requests(monkeypatch)
+    asked = requests(monkeypatch, quick_s=100 * DEADLINE_S)
     with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=2 * SHORT_S) as pool:
         pool.score(items(*["1"] * 100))
         asked.clear()
@@ -204,9 +204,10 @@ def test_of_rollouts_that_were_asked_together_only_the_bad_one_has_no_score(
     assert max(asked) > 1
 
 
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rollouts of each request from here on."""
+def requests(monkeypatch: pytest.MonkeyPatch, quick_s: float | None = None) -> list[int]:
+    """The number of rollouts of each request from here on; what takes `quick_s` counts as quick."""
     asked: list[int] = []
+    monkeypatch.setattr(process_module, "BATCH_S", quick_s or process_module.BATCH_S)
     ask = ProcessScorer._ask
 
     async def counted(self: ProcessScorer, worker: Worker, batch: list[int]) -> Fault | None:
