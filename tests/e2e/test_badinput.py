@@ -77,23 +77,24 @@ def test_a_store_that_cannot_be_written(folder: Folder, s3_server: S3Server) -> 
 MOODY = """
 import pathlib
 def rows():
-    if pathlib.Path("gone").exists(): raise RuntimeError("the source is gone")
-    pathlib.Path("gone").touch()
     return [{"prompt": "what?", "answer": "that"}] * 50
+def keep(group, threshold):
+    if list(pathlib.Path("rlpipe-store").rglob("rollouts.parquet")): raise RuntimeError("the list is gone")
 """
 
 
 def test_what_fails_inside_a_flow_is_one_line_with_the_advice_and_its_traceback_is_in_the_log(folder: Folder) -> None:
     (folder.path / "moody.py").write_text(MOODY)
     (folder.path / "moody.toml").write_text(
-        '[[data]]\nname = "w"\nuse = "rl"\nsource = "moody:rows"\n[rl.rewards]\nexact = 1.0\n'
+        '[[data]]\nname = "w"\nuse = "rl"\nsource = "moody:rows"\n'
+        '[rl]\nrewards = { exact = 1.0 }\nfilters = { "moody:keep" = 1.0 }\n'
         '[tracking]\nuri = ""\n[model]\nhidden_size = 16\nnum_layers = 1\n'
     )
     code, output = folder.rlpipe("run", "moody.toml", "--run", "moody")
     begun, warning, *steps, last = output.splitlines()
     assert code == 2 and begun.startswith("run moody: ") and warning.startswith("WARNING RL of a new model without SFT")
     assert all(step.startswith("run moody: ") for step in steps), output
-    assert last.startswith("rlpipe: data.w.source=moody:rows raised RuntimeError: the source is gone ("), output
+    assert last.startswith("rlpipe: rl.filters: 'moody:keep' raised RuntimeError: the list is gone"), output
     assert "start it anew under the same run name" in last
     (log,) = (folder.path / ".rlpipe").glob("moody-*/flows.log")
     assert "Traceback" in log.read_text() and "moody.py" in log.read_text()
