@@ -122,7 +122,7 @@ def test_a_fork_shares_its_prefix_goes_on_differently_and_changed_settings_are_r
     assert code == 2
     assert "rl.clip_high: 0.4 -> 0.28" in output or "rl.clip_high: 0.28 -> 0.4" in output
     assert "rlpipe fork a" in output
-    assert "run it again with the old ones" in output
+    assert "rlpipe resume a" in output
     code, output = folder.rlpipe(
         "fork", "a", "--at", "2", "--run", "c", "--set", "rl.learning_rate=0.001", "--store", folder.store
     )
