@@ -20,6 +20,7 @@ from typing import IO
 from urllib.parse import quote
 
 from rlpipe.base.errors import UserError
+from rlpipe.base.values import expanded
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.backend import open_store
 
@@ -117,7 +118,7 @@ def template() -> Path:
     """The file that new databases of this user are copied from: Prefect's tables, without rows.
     Each version of Prefect has its own.
     """
-    return Path(f"~/.cache/rlpipe/prefect-{version('prefect')}.db").expanduser()
+    return expanded(f"~/.cache/rlpipe/prefect-{version('prefect')}.db")
 
 
 def copy_template(path: Path) -> bool:
@@ -132,13 +133,13 @@ def copy_template(path: Path) -> bool:
                 raise sqlite3.DatabaseError(f"{template()} is damaged")
             copy.execute("SELECT version_num FROM alembic_version").fetchone()
         part.rename(path)
+    except OSError:
+        return False
     except sqlite3.Error:
         template().unlink(missing_ok=True)
-        part.unlink(missing_ok=True)
         return False
-    except OSError:
+    finally:
         part.unlink(missing_ok=True)
-        return False
     return True
 
 

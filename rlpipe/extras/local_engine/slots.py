@@ -114,7 +114,7 @@ class SlotPool:
         device = self.model.device
         last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
         length = min(round_up(max(position) + 1, LENGTH_STEP), self.bucket)
-        used = min(attended_rows(max(self.slots.values()) + 1), rows)
+        used = attended_rows(max(self.slots.values()) + 1)
         logits_SV = self.model.decode(last_S, position_S, self.kv_N2SHLD, used, length)
         self.logits_SV[:rows, : self.model.vocab_size] = logits_SV
 
