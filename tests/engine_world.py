@@ -42,6 +42,7 @@ from tests.engine_fixtures import (
     reference_logprobs,
     tiny_model,
 )
+from tests.living import descendants
 from tests.paths import ROOT
 from tests.trainer_world import committed
 
@@ -126,8 +127,7 @@ class World:
         if ENGINE_KIND == "local":
             os.kill(process.pid, number)
             return
-        children = psutil.Process(process.pid).children(recursive=True)
-        (sampler,) = [child for child in children if SAMPLERS[ENGINE_KIND] in " ".join(child.cmdline())]
+        (sampler,) = descendants(process.pid, SAMPLERS[ENGINE_KIND])
         sampler.send_signal(number)
 
     def memory_bytes(self) -> int:

@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.policy_files import stored_policy
@@ -165,23 +163,6 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=DEADLINE_S)
-
-
-def descendants(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
-    """The living descendants whose command line holds `word`."""
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if any(word in part for part in child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    _gone, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
-    return not alive
 
 
 def read_record(folder: Folder, run: str, iteration: int) -> dict[str, object]:

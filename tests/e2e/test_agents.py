@@ -18,8 +18,9 @@ from rlpipe.base.values import JsonDict
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 from tests.deadlines import PATIENCE, PIPELINE_S, until
+from tests.living import descendants
 from tests.paths import ROOT
-from tests.pipeline import Folder, descendants, kill_group
+from tests.pipeline import Folder, kill_group
 from tests.rows import BATCH, read_rows
 
 pytestmark = pytest.mark.e2e

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.deadlines import PIPELINE_S, until
+from tests.living import descendants
 from tests.network_world import Node, network
-from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 3

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import DEADLINE_S, PIPELINE_S
-from tests.pipeline import MINI, Folder, Undisturbed, descendants, kill_group
+from tests.living import descendants
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 from tests.s3_world import S3Proxy, S3Server
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import DEADLINE_S, PIPELINE_S
-from tests.pipeline import MINI, Folder, Undisturbed, all_gone, descendants, kill_group
+from tests.living import descendants, until_all_gone
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5
@@ -75,7 +76,7 @@ def test_kill_the_flow_alone_and_its_services_are_gone_and_a_second_start_is_ref
         assert len(services) >= 4
         process.kill()
         process.wait(timeout=DEADLINE_S)
-        assert all_gone(services)
+        until_all_gone(services)
     finally:
         kill_group(process)
     assert folder.rlpipe("verify", "a", "--store", folder.store)[0] == 0

@@ -19,7 +19,8 @@ from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 from tests.deadlines import PIPELINE_S
 from tests.engine_fixtures import reference_logprobs
-from tests.pipeline import Folder, descendants, kill_group
+from tests.living import descendants
+from tests.pipeline import Folder, kill_group
 from tests.rows import BATCH, PROMPTS, prompt_of, read_rows
 
 pytestmark = pytest.mark.e2e

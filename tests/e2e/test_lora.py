@@ -11,7 +11,8 @@ from rlpipe.models.whole import whole_policy
 from rlpipe.store.adapter_files import ADAPTER_WEIGHTS
 from rlpipe.store.opening import open_existing
 from tests.deadlines import PIPELINE_S
-from tests.pipeline import MINI, Folder, descendants, kill_group
+from tests.living import descendants
+from tests.pipeline import MINI, Folder, kill_group
 
 pytestmark = pytest.mark.e2e
 LORA = [

@@ -18,7 +18,8 @@ from rlpipe.config.source import read_config
 from rlpipe.processes.launch import answers, free_port
 from rlpipe.store.lease import acquire, check_free
 from tests.deadlines import PIPELINE_S, until
-from tests.pipeline import BIN, MINI, Folder, Undisturbed, descendants, kill_group
+from tests.living import descendants
+from tests.pipeline import BIN, MINI, Folder, Undisturbed, kill_group
 from tests.prefect_stand import ROOT, Stand, call, kill_tree, running_stand
 
 pytestmark = pytest.mark.e2e

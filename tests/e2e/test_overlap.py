@@ -10,7 +10,8 @@ import pytest
 
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
-from tests.pipeline import MINI, Folder, descendants, kill_group, read_record
+from tests.living import descendants
+from tests.pipeline import MINI, Folder, kill_group, read_record
 
 pytestmark = pytest.mark.e2e
 ITERATIONS = 5

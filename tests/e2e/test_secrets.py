@@ -27,6 +27,7 @@ from rlpipe.processes.launch import CONNECTION_PORTS, free_port
 from rlpipe.records.columns import read_table
 from tests.conftest import S3Server
 from tests.deadlines import DEADLINE_S
+from tests.living import words_of
 from tests.paths import PRESETS
 from tests.pipeline import BIN, MINI, Folder
 from tests.prefect_stand import Stand, kill_tree, running_stand
@@ -161,7 +162,7 @@ class Watch(threading.Thread):
         while not self.ended.wait(0.5):  # short: it looks again
             for process in family(self.stand):
                 with contextlib.suppress(psutil.Error):
-                    command = " ".join(process.cmdline())
+                    command = " ".join(words_of(process))
                     self.commands.add(command)
                     for each in process.net_connections(kind="tcp"):
                         if each.status == psutil.CONN_LISTEN:

@@ -13,8 +13,9 @@ import pytest
 
 from rlpipe.services.registration import ENGINES, TRAINER, registered
 from tests.deadlines import DEADLINE_S
+from tests.living import descendants
 from tests.network_world import Node, network
-from tests.pipeline import IDLE_S, MINI, SLOW_WORDS, Folder, descendants, kill_group
+from tests.pipeline import IDLE_S, MINI, SLOW_WORDS, Folder, kill_group
 
 pytestmark = pytest.mark.e2e
 SHORT = [*MINI, "rl.num_iterations=3"]

@@ -15,7 +15,8 @@ from rlpipe.services.registration import ENGINES, TRAINER, registered
 from rlpipe.store.backend import open_store
 from tests.conftest import S3Server
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
-from tests.pipeline import MINI, Folder, Undisturbed, all_gone, kill_group
+from tests.living import until_all_gone, words_of
+from tests.pipeline import MINI, Folder, Undisturbed, kill_group
 from tests.postgres_world import INSTALLED
 from tests.prefect_stand import ROOT
 from tests.team_stand import TeamStand, team_stand
@@ -54,7 +55,7 @@ def process_of(flow_run: str) -> psutil.Process | None:
     """The process that works on a flow run, wherever its worker is."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in process.cmdline():
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in words_of(process):
                 return process
     return None
 
@@ -136,7 +137,7 @@ def test_of_two_runs_on_pools_with_room_for_one_the_second_waits_and_a_cancelled
     family = [child for process in at_work if process for child in [process, *process.children(recursive=True)]]
     assert len(family) > 4  # each with what it started
     stand.prefect("flow-run", "cancel", first)
-    assert all_gone(family)
+    until_all_gone(family)
     assert not registered(open_store(folder.store), "runs/c", TRAINER)
     assert stand.wait(first)["type"] == "CANCELLED"
     assert ended(stand, second, retries_max=0)["type"] == "COMPLETED"

@@ -56,6 +56,7 @@ from tests.engine_fixtures import (
     scratch,
     tiny_model,
 )
+from tests.living import words_of
 from tests.paths import PRESETS
 
 pytestmark = pytest.mark.contract
@@ -348,7 +349,7 @@ def stopped(pid: int) -> Iterator[None]:
     engine looks like from outside."""
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     # of vLLM only the worker: its HTTP side goes on and says that all is well
-    hung = [each for each in processes if ENGINE_KIND != "vllm" or "Worker" in " ".join(each.cmdline())]
+    hung = [each for each in processes if ENGINE_KIND != "vllm" or "Worker" in " ".join(words_of(each))]
     assert hung, processes
     try:
         for process in hung:

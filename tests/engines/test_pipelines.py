@@ -25,7 +25,8 @@ from rlpipe.store.run import Run
 from tests.deadlines import PIPELINE_S
 from tests.engine_fixtures import ENGINE_KIND
 from tests.engine_world import KINDS, SAMPLERS
-from tests.pipeline import Folder, descendants, kill_group
+from tests.living import descendants
+from tests.pipeline import Folder, kill_group
 
 pytestmark = pytest.mark.contract
 EOS = "<|endoftext|>"

@@ -23,6 +23,7 @@ from flows.server import OwnServer
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from tests.deadlines import DEADLINE_S, until
+from tests.living import words_of
 from tests.pipeline import BIN
 
 # data that ends the preflight when there is a file `go`, with a fault
@@ -48,7 +49,7 @@ def servers(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "flows.prefect_server" in process.cmdline() and process.cwd() == str(folder):
+            if "flows.prefect_server" in words_of(process) and process.cwd() == str(folder):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -18,10 +18,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.processes import launch
 from rlpipe.processes.launch import Service, check_port_free, free_port, wrapped
 from tests.deadlines import DEADLINE_S, until
-
-
-def until_gone(pid: int) -> None:
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, f"{pid} lives on")
+from tests.living import until_gone
 
 
 def test_a_port_for_a_server_is_none_of_a_connection_s_and_none_that_was_given(

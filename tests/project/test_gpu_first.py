@@ -14,6 +14,7 @@ import pytest
 from scripts import gpu_first
 from scripts.gpu_commands import kill
 from tests.deadlines import DEADLINE_S, until
+from tests.living import until_all_gone
 from tests.paths import ROOT
 from tests.project.test_gpu_smoke import smoke
 
@@ -50,7 +51,7 @@ def test_a_part_whose_time_is_up_ends_with_the_run_that_it_started() -> None:
     part = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     started = until(psutil.Process(part.pid).children, running=part)
     kill(part)
-    assert psutil.wait_procs(started, timeout=DEADLINE_S)[1] == []
+    until_all_gone(started)
 
 
 def test_what_is_no_part_is_refused_in_one_line() -> None:

@@ -23,6 +23,7 @@ from rlpipe.rewards.pool import RewardPool, check_rewards, score
 from rlpipe.rewards.process import Fault, ProcessScorer, RewardLost
 from rlpipe.rewards.score import Score, score_of, scored
 from tests.deadlines import DEADLINE_S, PIPELINE_S, SHORT_S, until
+from tests.living import is_alive, until_gone
 
 REWARDS = '''
 import os, signal, sys, time
@@ -261,17 +262,13 @@ def test_what_is_being_scored_when_the_pool_closes_ends_and_records_no_fault(
         pool.score(items("1"))
 
 
-def until_gone(pid: int) -> None:
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, f"{pid} lives on")
-
-
 def test_close_and_timeout_leave_no_process(folder: Path) -> None:
     with RewardPool({"behaviours:behave": 1.0}, workers=1, timeout_s=SHORT_S) as pool:
         assert pool.score(items("child"))[0].reason == "reward_timeout"
         until_gone(int((folder / "child.pid").read_text()))
         worker = pool.score(items("pid"))[0].reward
         assert worker is not None
-        assert psutil.pid_exists(int(worker))
+        assert is_alive(int(worker))
     until_gone(int(worker))
 
 
@@ -461,7 +458,7 @@ def test_what_a_worker_started_ends_with_it_also_when_that_alone_is_killed(folde
         (score,) = pool.score(items("x"))
         worker, left = (int(score.parts[f"reward_{name}"]) for name in ("worker", "left"))
         keeper = pool._scorers[0].processes.workers[0]._process.keeper  # pyright: ignore
-        assert psutil.pid_exists(left) and psutil.Process(worker).ppid() == keeper.pid
+        assert is_alive(left) and psutil.Process(worker).ppid() == keeper.pid
         os.kill(worker if killed == "worker" else keeper.pid, signal.SIGKILL)
         for pid in (left, worker):
             until_gone(pid)

@@ -23,6 +23,7 @@ from rlpipe.store.backend import Store, open_store
 from rlpipe.store.documents import read_document
 from rlpipe.store.holder import Holder, this_process
 from tests.deadlines import DEADLINE_S, until
+from tests.living import descendants, until_gone
 
 KEY = "runs/a/lease/000000.json"
 BEGIN = """import ctypes, os, sys, time
@@ -62,16 +63,12 @@ def holder_that(work: str, store: Store) -> Iterator[psutil.Process]:
 
 
 def heartbeat_of(holder: psutil.Process) -> psutil.Process:
-    (found,) = (child for child in holder.children() if "rlpipe.store.heartbeat" in child.cmdline())
+    (found,) = descendants(holder, "rlpipe.store.heartbeat")
     return found
 
 
 def beats(store: Store) -> int:
     return read_document(store, KEY, Holder).beats
-
-
-def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
@@ -81,7 +78,7 @@ def test_it_beats_whatever_its_process_does_and_ends_with_it(work: str, store: S
         before, heart = beats(store), heartbeat_of(holder)
         until(lambda: beats(store) >= before + 5)
         holder.kill()
-        until(lambda: ended(heart))
+        until_gone(heart.pid)
         last = beats(store)
         time.sleep(0.3)
         assert beats(store) == last, "a beat of the dead"
@@ -108,7 +105,7 @@ def test_one_that_somebody_ended_is_started_again(store: Store) -> None:
 def test_a_lease_that_is_given_back_stays_so(store: Store) -> None:
     with holder_that("held.release()", store) as holder:
         heart = heartbeat_of(holder)
-        until(lambda: ended(heart))
+        until_gone(heart.pid)
         until(lambda: read_document(store, KEY, Holder).released)
         time.sleep(0.3)
         assert read_document(store, KEY, Holder).released

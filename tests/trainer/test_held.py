@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlpipe.store.run import Run
 from rlpipe.trainer.held import VARIABLE, Hold
 from rlpipe.trainer.process import TrainerProcesses, trainer_beside, trainer_place
 from tests.deadlines import until
-from tests.pipeline import all_gone
+from tests.living import descendants, kill, until_all_gone
 
 WAITS = "from rlpipe.trainer.held import wait_until_freed; wait_until_freed(); print('works')"
 
@@ -36,9 +37,7 @@ def place_of(config: PipelineConfig, work_dir: Path) -> TrainerProcesses:
 
 def trainers() -> list[psutil.Process]:
     """The launchers and ranks that this process has started; other tests have children, too."""
-    return [
-        child for child in psutil.Process().children(recursive=True) if "rlpipe.trainer" in " ".join(child.cmdline())
-    ]
+    return descendants(os.getpid(), "rlpipe.trainer")
 
 
 def held(hold: Hold) -> subprocess.Popen[str]:
@@ -68,18 +67,18 @@ def test_a_session_takes_the_trainer_that_was_prepared_for_it(tmp_path: Path) ->
     assert place.alive, "it is the session's, which ends it"
     assert left.exists(), "nothing was touched before the run is held"
     place.end()
-    assert all_gone(started)
+    until_all_gone(started)
 
 
 def test_a_trainer_that_no_session_took_ends(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     with trainer_beside(config, tmp_path / "work"):
         started = until(trainers)
-    assert all_gone(started)
+    until_all_gone(started)
     with trainer_beside(config, tmp_path / "work"):
         started = until(trainers)
         other = place_of(config_in(tmp_path, "trainer.tokens_max=4096"), tmp_path / "work")
-        assert all_gone(started)
+        until_all_gone(started)
     assert not other.alive
 
 
@@ -89,9 +88,7 @@ async def test_a_prepared_trainer_that_is_lost_comes_back(tmp_path: Path) -> Non
     place.prepare()
     try:
         url = await place.start()
-        for child in trainers():
-            if "rlpipe.trainer.server" in child.cmdline():
-                child.kill()
+        kill(descendants(os.getpid(), "rlpipe.trainer.server"))
         assert await place.bring_back() == url
     finally:
         await place.close()

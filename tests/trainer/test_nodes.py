@@ -30,6 +30,7 @@ from rlpipe.trainer.meeting import LOOK_S, Sent
 from rlpipe.trainer.process import launcher_argv
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
+from tests.living import is_alive, kill
 
 pytestmark = pytest.mark.e2e
 KEY = "secret"
@@ -92,8 +93,7 @@ class TwoNodes:
     def end(self) -> None:
         for node in self.nodes:
             if node.poll() is None:
-                for process in [*psutil.Process(node.pid).children(recursive=True), node]:
-                    os.kill(process.pid, signal.SIGKILL)
+                kill([*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)])
             node.wait(timeout=DEADLINE_S)
 
 
@@ -235,4 +235,4 @@ def test_a_rank_that_ends_takes_the_others_with_it_and_is_named(tmp_path: Path) 
     launcher = launched(program, 2, log)
     assert launcher.wait(timeout=DEADLINE_S) == 1
     assert log.read_text() == "rank 1 of this node ended with signal SIGKILL: the ranks of this node are ended\n"
-    assert not psutil.pid_exists(int((tmp_path / "first").read_text()))
+    assert not is_alive(int((tmp_path / "first").read_text()))

@@ -28,6 +28,7 @@ from rlpipe.trainer.state import StoredState, state_file
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, until
+from tests.living import until_all_gone, words_of
 from tests.rows import GAPS, from_parquet
 
 TOKEN = "secret"
@@ -98,7 +99,7 @@ class RanksUnderTest:
 
     def ranks(self) -> list[psutil.Process]:
         family = psutil.Process(self.parent.pid).children(recursive=True)
-        return [child for child in family if child.cmdline()[3:4] == ["rlpipe.trainer.server"]]
+        return [child for child in family if words_of(child)[3:4] == ["rlpipe.trainer.server"]]
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +322,7 @@ def test_the_trainer_ends_with_its_parent(ranks: RanksUnderTest) -> None:
     family = psutil.Process(ranks.parent.pid).children(recursive=True)
     assert len(family) >= 3
     ranks.parent.kill()
-    assert psutil.wait_procs(family, timeout=DEADLINE_S)[1] == []
+    until_all_gone(family)
 
 
 def run_ranks(program: str, ranks: int, folder: Path, *arguments: str) -> None:

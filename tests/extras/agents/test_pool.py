@@ -24,6 +24,7 @@ from rlpipe.processes.kernel import LANDLOCK_SIGNALS, landlock_version
 from rlpipe.records.prompt import RewardPrompt
 from tests.agent_world import SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
+from tests.living import is_alive, until_all_gone
 from tests.paths import ROOT
 
 # no openai here: it takes a second to import
@@ -144,7 +145,7 @@ async def test_a_timeout_and_a_close_leave_no_process(agents: Agents, tokenizer:
     with pytest.raises(EngineError):
         await running
     child = int((folder / "child.pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(child)
 
 
 def test_an_agent_ends_with_its_owner(folder: Path) -> None:
@@ -156,7 +157,7 @@ def test_an_agent_ends_with_its_owner(folder: Path) -> None:
     assert len(owned) >= 2
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert psutil.wait_procs(owned, timeout=DEADLINE_S)[1] == []
+    until_all_gone(owned)
 
 
 LEAVES = '''
@@ -183,7 +184,7 @@ print(json.dumps({"reward": 0.25}))
 def left_alive(folder: Path) -> list[int]:
     pids = [int(line) for line in (folder / "left.pid").read_text().split()]
     assert len(pids) >= 2
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if is_alive(pid)]
 
 
 @pytest.mark.skipif(landlock_version() < LANDLOCK_SIGNALS, reason="it would kill its worker")

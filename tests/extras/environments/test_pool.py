@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -18,6 +17,7 @@ from rlpipe.base.errors import EngineError, UserError
 from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment, check_environment
 from rlpipe.extras.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
+from tests.living import is_alive
 from tests.paths import ROOT
 
 BEHAVIOURS = '''
@@ -196,7 +196,7 @@ async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Pa
     hasty(pool)
     assert await reason(pool.open(prompt()).step("child")) == "environment_timeout"
     child = int((folder / "child.pid").read_text())
-    await until_async(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    await until_async(lambda: not is_alive(child))
 
 
 KILLED_WHILE_IT_LOADS = """
