@@ -36,11 +36,20 @@ def reward(completion: str, answer: str) -> float:
     return 0.5 * partial + 0.5 * exact
 
 
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    """The text that rlpipe's rewards get: without what begins, ends or pads it, but with other
+    special tokens. TRL's own text lacks all of them, so a policy that writes one inside its answer
+    would get the whole reward on one side only.
+    """
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return tokenizer.decode([token for token in tokens if token not in ends], skip_special_tokens=False)
+
+
 def check_rewards(tokenizer: Any, rollouts: list[list[Any]]) -> None:
     """AssertionError unless rlpipe's own rollouts, [tokens, answer, reward], get here the reward
     that rlpipe gave them."""
     for tokens, answer, expected in rollouts:
-        assert abs(reward(tokenizer.decode(tokens, skip_special_tokens=True), answer) - expected) < 1e-9, (
+        assert abs(reward(text_of(tokenizer, tokens), answer) - expected) < 1e-9, (
             tokens,
             answer,
             expected,
@@ -51,8 +60,8 @@ class Seen(TrainerCallback):
     """What was done, an entry a generation cycle; `sequences` and
     `trained_tokens` an entry an optimizer step."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.last = steps, 0.0
+    def __init__(self, steps: int, tokenizer: Any) -> None:
+        self.steps, self.last, self.tokenizer = steps, 0.0, tokenizer
         self.seconds: list[float] = []
         self.rewards: list[float] = []
         self.tokens: list[int] = []
@@ -69,11 +78,9 @@ class Seen(TrainerCallback):
             self.seconds.append(now - self.last)
             self.last = now
 
-    def score(
-        self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
-    ) -> list[float]:
+    def score(self, completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         """The reward function that TRL calls, once a cycle."""
-        texts = [completion[0]["content"] for completion in completions]
+        texts = [text_of(self.tokenizer, tokens) for tokens in completion_ids]
         rewards = [reward(*each) for each in zip(texts, answer, strict=True)]
         self.rewards.append(sum(rewards) / len(rewards))
         self.tokens.append(sum(map(len, completion_ids)))
@@ -92,7 +99,7 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
             return super().compute_loss(model, inputs, *rest, **named)
 
     torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    tokenizer = seen.tokenizer
     for prompt in job["prompts"]:
         tokens = tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_dict=False)
         assert tokens == prompt["tokens"], "the prompt is not the tokens that rlpipe's policy was asked"
@@ -125,7 +132,7 @@ def trained(job: dict[str, Any], seen: Seen) -> None:
 def main() -> None:
     job_path, result_path = map(Path, sys.argv[1:])
     job = json.loads(job_path.read_text())
-    seen = Seen(job["num_steps"])
+    seen = Seen(job["num_steps"], AutoTokenizer.from_pretrained(job["model"]))
     trained(job, seen)
     asked = [prompt["answer"] for prompt in job["prompts"] for _ in range(job["group_size"])]
     assert seen.answers == asked, "TRL drew other prompts than rlpipe, or in another order"
