@@ -5,6 +5,7 @@ A matrix product may compute other bits for a row when the number of rows change
 always computed in a block of `block_rows(P)` rows of P tokens, and a decode step gives the bits of
 a step with all slots of its bucket, at its whole length; unused rows are padding. Fewer rows, a
 shorter length and attention of fewer rows are computed where `PROOFS` steps have given these bits.
+Where products of few rows have others, as many rows as it takes are computed.
 
 Legend: N layers, R rows of a block, S slots, H key-value heads, P padded prompt length, L bucket
 length, D head size, V vocabulary, K kept positions.
@@ -112,6 +113,8 @@ class LocalModel:
         self._passes: dict[StepShape, Recorded] = {}
         # by the shape of all slots and of a part: how often this part had the bits of a larger one
         self._parts: dict[tuple[StepShape, StepShape], int] = {}
+        # by the shape of all slots: fewer rows whose products have other bits
+        self._too_few: dict[StepShape, set[int]] = {}
         # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
@@ -277,9 +280,12 @@ class LocalModel:
 
         The bits of these are those of a step with all slots.
         """
-        rows, slots, bucket = len(tokens_S), kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
+        slots, bucket = kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
+        whole = StepShape(slots, slots, bucket)
+        too_few = self._too_few.get(whole, set())
+        rows = next((rows for rows in range(len(tokens_S), slots, ROW_STEP) if rows not in too_few), slots)
         parts = [StepShape(rows, used, length)] if self._by_used_rows else []
-        shapes = [*parts, StepShape(rows, rows, length), StepShape(slots, slots, bucket)]
+        shapes = [*parts, StepShape(rows, rows, length), whole]
         return self._smallest_proven(tokens_S, position_S, kv_N2SHLD, list(dict.fromkeys(shapes)), used)
 
     def _smallest_proven(
@@ -301,6 +307,8 @@ class LocalModel:
         proven_SV = self._smallest_proven(tokens_S, position_S, kv_N2SHLD, larger, used)
         if own_SV is not None:
             self._parts[part] = seen + 1 if torch.equal(own_SV[:used], proven_SV[:used]) else UNEQUAL
+        if self._parts[part] == UNEQUAL and shape.used == shape.rows < shapes[-1].rows:
+            self._too_few.setdefault(shapes[-1], set()).add(shape.rows)
         return proven_SV
 
     def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, shape: StepShape) -> Tensor:

@@ -71,6 +71,10 @@ class SlotPool:
         """The number of first slots that have all jobs, filled up to a whole step."""
         return min(round_up(max(self.slots.values()) + 1, ROW_STEP), len(self.settings_S))
 
+    def _used(self) -> int:
+        """The number of first slots that have all jobs, as attention and sampling count them."""
+        return attended_rows(max(self.slots.values()) + 1)
+
     def _compact(self) -> None:
         """Moves jobs to the first slots where a step then computes fewer; their logits are not
         moved.
@@ -87,7 +91,7 @@ class SlotPool:
 
     def sample(self, weight_version: str) -> None:
         """Samples one token for every job."""
-        rows = self._rows()
+        rows = self._used()
         settings_S, index_S = self.settings_S[:rows], np.zeros(rows, dtype=np.uint64)
         for job, slot in self.slots.items():
             index_S[slot] = len(job.tokens)
@@ -114,8 +118,7 @@ class SlotPool:
         device = self.model.device
         last_S, position_S = torch.tensor(last, device=device), torch.tensor(position, device=device)
         length = min(round_up(max(position) + 1, LENGTH_STEP), self.bucket)
-        used = attended_rows(max(self.slots.values()) + 1)
-        logits_SV = self.model.decode(last_S, position_S, self.kv_N2SHLD, used, length)
+        logits_SV = self.model.decode(last_S, position_S, self.kv_N2SHLD, self._used(), length)
         self.logits_SV[:rows, : self.model.vocab_size] = logits_SV
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlpipe.config.model import Dtype
-from rlpipe.extras.local_engine.model import PROOFS, LocalModel
+from rlpipe.extras.local_engine.model import PROOFS, LocalModel, StepShape
 from rlpipe.extras.local_engine.protocol import ModelLimits, parse_generate
 from rlpipe.extras.local_engine.scheduler import POOLS_MAX, Scheduler
 from tests.engine_fixtures import VOCAB, local_engine, sampled, tiny_model
@@ -145,8 +146,35 @@ def test_slots_that_become_free_change_no_bits(dtype: Dtype) -> None:
     together = run([*range(40)])
     assert [run([index])[0] for index in range(40)] == together
     rows = {part.rows for _, part in model._parts}
-    assert {16, 32, 48} >= rows >= {16, 48}
+    assert rows >= {16, 48}
     assert {part.used for (_, part), proofs in model._parts.items() if proofs == PROOFS} >= {1, 16}
+
+
+@pytest.mark.parametrize("enough", [32, 48, 64])
+def test_where_products_of_few_rows_have_other_bits_as_many_as_it_takes_are_computed(
+    enough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with one request of 64 slots cost a whole step, at the whole length of its bucket."""
+    with torch.inference_mode():
+        model = LocalModel(str(tiny_model(0)), "cpu")
+        step, computed = model._step, list[StepShape]()
+
+        def other_bits(tokens: Tensor, position: Tensor, kv: Tensor, shape: StepShape) -> Tensor:
+            computed.append(shape)
+            return step(tokens, position, kv, shape) + (1e-6 if shape.rows < enough else 0)
+
+        monkeypatch.setattr(model, "_step", other_bits)
+        kv_N2SHLD, whole = model.empty_slots(64, 512), StepShape(64, 64, 512)
+        steps = []
+        for position in range(16):
+            tokens_S, position_S = torch.full((16,), 5), torch.full((16,), position)
+            expected_SV = step(tokens_S, position_S, kv_N2SHLD.clone(), whole)[:1]
+            computed.clear()
+            assert torch.equal(model.decode(tokens_S, position_S, kv_N2SHLD, 1, 64)[:1], expected_SV)
+            steps.append([*computed])
+    climbed = [16, 32, 48, 64].index(enough)
+    assert all(whole in computed for computed in steps[: climbed + PROOFS])
+    assert all(computed == [StepShape(enough, 1, 64)] for computed in steps[climbed + PROOFS :])
 
 
 def test_more_buckets_than_pools_all_get_their_turn() -> None:
