@@ -5,8 +5,9 @@ tokens per second, as ratios to the local engine in float32.
 
 SmolLM2-135M-Instruct; prompts of 200 tokens, in groups of 8; completions of an exact length. Each
 side is a process of its own on the same cores, and all have their turn in every try, in an order
-that turns. A second is one of the processor (all threads of the side), or of the clock with
-`--clock`: other work on the machine takes the clock's.
+that turns. A server has place for the largest of the batches, as one of a run for all its rollouts:
+a smaller batch is the end of a round. A second is one of the processor (all threads of the side),
+or of the clock with `--clock`: other work on the machine takes the clock's.
 
     decode   (completions - 1) / (seconds - seconds of the same with one token)
     whole    completions / seconds, with the prompts
@@ -70,8 +71,8 @@ class Side:
         return next((str(path) for path in needed if not path.exists()), "")
 
 
-def sides(threads: int) -> list[Side]:
-    """All sides on that many threads."""
+def sides(threads: int, rows_max: int) -> list[Side]:
+    """All sides on that many threads, their servers with place for so many completions at once."""
     own = Path(sys.executable)
     made = []
     for dtype in ("float32", "bfloat16"):
@@ -79,7 +80,7 @@ def sides(threads: int) -> list[Side]:
             str(own), "-m", SERVER, "--model-path", str(FOLDER), "--threads", str(threads),
             "--context-tokens-max", str(CONTEXT), "--dtype", dtype,
         ]  # fmt: skip
-        made.append(Side(f"rlpipe {dtype}", own, server(argv, "--requests-max"), dict(THREADS)))
+        made.append(Side(f"rlpipe {dtype}", own, server(argv, "--requests-max", rows_max), dict(THREADS)))
         plain = {"kind": "generate", "model": str(FOLDER), "dtype": dtype, "threads": threads}
         made.append(Side(f"generate {dtype}", own, plain))
     for dtype in ("f16", "q8_0"):
@@ -94,19 +95,19 @@ def sides(threads: int) -> list[Side]:
         "--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle",
     ]  # fmt: skip
     how = {"PYTHONPATH": str(SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
-    made.append(Side("SGLang bfloat16", sglang, server(argv, "--max-running-requests"), how))
+    made.append(Side("SGLang bfloat16", sglang, server(argv, "--max-running-requests", rows_max), how))
     argv = [
         str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(FOLDER), "--served-model-name", "policy",
         "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--generation-config", "vllm",
     ]  # fmt: skip
     how = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    made.append(Side("vLLM bfloat16", vllm, {**server(argv, "--max-num-seqs"), "is_vllm": True}, how))
+    made.append(Side("vLLM bfloat16", vllm, {**server(argv, "--max-num-seqs", rows_max), "is_vllm": True}, how))
     return made
 
 
-def server(argv: list[str], rows_option: str) -> dict[str, Any]:
+def server(argv: list[str], rows_option: str, rows_max: int) -> dict[str, Any]:
     """The description of an engine behind HTTP."""
-    return {"kind": "server", "argv": argv, "is_vllm": False, "rows_option": rows_option}
+    return {"kind": "server", "argv": [*argv, rows_option, str(rows_max)], "is_vllm": False}
 
 
 class Running:
@@ -164,7 +165,11 @@ Seen = dict[tuple[str, int, int], list[float]]  # seconds by side, batch and com
 
 def measure(arguments: argparse.Namespace, threads: int) -> tuple[Seen, dict[str, float]]:
     """The seconds of all turns on that many threads, and the medians of the machine's limits."""
-    chosen = [side for side in sides(threads) if not arguments.sides or side.name.split()[0] in arguments.sides]
+    chosen = [
+        side
+        for side in sides(threads, max(arguments.batches))
+        if not arguments.sides or side.name.split()[0] in arguments.sides
+    ]
     running = {side.name: started for side in chosen if (started := start(side, threads))}
     limits = Running(Path(sys.executable), {"kind": "limits", "threads": threads}, {}, threads)
     draw, seen, allowed = random.Random(0), defaultdict(list), defaultdict(list)

@@ -113,42 +113,33 @@ class Llama:
 
 
 class Server:
-    """An engine behind HTTP: one server a number of completions, as `engines.in_flight_max` says
-    how many come at once.
-    """
+    """An engine behind HTTP."""
 
-    def __init__(self, argv: list[str], is_vllm: bool, rows_option: str) -> None:
-        self.argv, self.is_vllm, self.rows_option = argv, is_vllm, rows_option
-        self.urls: dict[int, str] = {}
-        self.children: list[subprocess.Popen[bytes]] = []
-
-    def _started(self, rows: int) -> str:
+    def __init__(self, argv: list[str], is_vllm: bool) -> None:
+        self.is_vllm = is_vllm
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        log = (Path("/tmp") / f"engines-side-{os.getpid()}-{rows}.log").open("wb")
-        argv = [*self.argv, "--port", port, self.rows_option, str(rows)]
-        child = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        self.children.append(child)
+        self.url = f"http://127.0.0.1:{port}"
+        log = (Path("/tmp") / f"engines-side-{os.getpid()}.log").open("wb")
+        argv = [*argv, "--port", port]
+        self.child = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
-            if child.poll() is not None:
-                raise RuntimeError(f"{argv[:4]} ended with {child.returncode}, see {log.name}")
+            if self.child.poll() is not None:
+                raise RuntimeError(f"{argv[:4]} ended with {self.child.returncode}, see {log.name}")
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
-                    return f"http://127.0.0.1:{port}"
+                with urllib.request.urlopen(f"{self.url}/health", timeout=10):
+                    return
             except OSError:
                 time.sleep(0.5)
         raise RuntimeError(f"{argv[:4]} does not answer")
 
     def sample(self, prompts: list[list[int]], group: int, new: int) -> None:
-        rows = len(prompts) * group
-        if rows not in self.urls:
-            self.urls[rows] = self._started(rows)
         with ThreadPoolExecutor(len(prompts)) as pool:  # a request a group, as the pool of a run sends them
-            list(pool.map(lambda prompt: self._ask(self.urls[rows], prompt, group, new), prompts))
+            list(pool.map(lambda prompt: self._ask(prompt, group, new), prompts))
 
-    def _ask(self, url: str, prompt: list[int], group: int, new: int) -> None:
+    def _ask(self, prompt: list[int], group: int, new: int) -> None:
         if self.is_vllm:
             path, body = "/v1/completions", {
                 "model": "policy", "prompt": prompt, "n": group, "max_tokens": new, "ignore_eos": True,
@@ -157,7 +148,9 @@ class Server:
         else:
             params = {"max_new_tokens": new, "ignore_eos": True, "temperature": 1.0, "n": group}
             path, body = "/generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             said = json.load(answer)
         if not self.is_vllm:
@@ -165,13 +158,11 @@ class Server:
             assert [len(one["output_ids"]) for one in answers] == [new] * group
 
     def stop(self) -> None:
-        for child in self.children:
-            os.killpg(child.pid, signal.SIGTERM)
-        for child in self.children:
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(self.child.pid, signal.SIGTERM)
+        try:
+            self.child.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.child.pid, signal.SIGKILL)
 
 
 class Limits:
@@ -206,7 +197,7 @@ def made(how: dict[str, Any]) -> Any:
     if how["kind"] == "limits":
         return Limits(how["threads"])
     if how["kind"] == "server":
-        return Server(how["argv"], how["is_vllm"], how["rows_option"])
+        return Server(how["argv"], how["is_vllm"])
     kind = {"generate": Generate, "llama": Llama}[how["kind"]]
     return kind(how["model"], how["dtype"], how["threads"])
 
