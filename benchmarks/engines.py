@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace, threads: int) -> tuple[Seen, dict[str
                 prompts = [[draw.randrange(100, 49_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch // group)]
                 names = list(running)
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    job = {"prompts": prompts, "group": group, "new": new if turn else min(new, 40)}
+                    job = {"prompts": prompts, "group": group, "new": new}
                     said = running[name].asked(job)
                     if turn:  # the first warms up, and records graphs
                         seen[name, batch, new].append(said[unit])

@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,8 +114,8 @@ class LocalModel:
         self._passes: dict[StepShape, Recorded] = {}
         # by the shape of all slots and of a part: how often this part had the bits of a larger one
         self._parts: dict[tuple[StepShape, StepShape], int] = {}
-        # by the shape of all slots: fewer rows whose products have other bits
-        self._too_few: dict[StepShape, set[int]] = {}
+        # by the number of slots: fewer rows whose products have other bits
+        self._too_few: defaultdict[int, set[int]] = defaultdict(set)
         # memory that was freed, and its bytes
         self._sizes: list[tuple[UntypedStorage, int]] = []
         config = read_config(folder)
@@ -281,11 +282,10 @@ class LocalModel:
         The bits of these are those of a step with all slots.
         """
         slots, bucket = kv_N2SHLD.shape[2], kv_N2SHLD.shape[4]
-        whole = StepShape(slots, slots, bucket)
-        too_few = self._too_few.get(whole, set())
+        too_few = self._too_few[slots]
         rows = next((rows for rows in range(len(tokens_S), slots, ROW_STEP) if rows not in too_few), slots)
         parts = [StepShape(rows, used, length)] if self._by_used_rows else []
-        shapes = [*parts, StepShape(rows, rows, length), whole]
+        shapes = [*parts, StepShape(rows, rows, length), StepShape(slots, slots, bucket)]
         return self._smallest_proven(tokens_S, position_S, kv_N2SHLD, list(dict.fromkeys(shapes)), used)
 
     def _smallest_proven(
@@ -308,7 +308,7 @@ class LocalModel:
         if own_SV is not None:
             self._parts[part] = seen + 1 if torch.equal(own_SV[:used], proven_SV[:used]) else UNEQUAL
         if self._parts[part] == UNEQUAL and shape.used == shape.rows < shapes[-1].rows:
-            self._too_few.setdefault(shapes[-1], set()).add(shape.rows)
+            self._too_few[shapes[-1].rows].add(shape.rows)
         return proven_SV
 
     def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, shape: StepShape) -> Tensor:

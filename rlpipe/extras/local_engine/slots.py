@@ -168,7 +168,10 @@ def _sample_rows(logits_SV: Tensor, settings_S: np.ndarray, uniform_S: np.ndarra
         torch.tensor(settings_S[name], device=device) for name in ("temperature", "top_p", "top_k")
     )
     greedy_S = temperature_S < GREEDY_BELOW
-    probs_SV = torch.softmax(logits_SV.double() / temperature_S.masked_fill(greedy_S, 1.0)[:, None], dim=-1)
+    scaled_SV = logits_SV.double()
+    if (settings_S["temperature"] != 1).any():  # else a pass over all of it for the same bits
+        scaled_SV /= temperature_S.masked_fill(greedy_S, 1.0)[:, None]
+    probs_SV = torch.softmax(scaled_SV, dim=-1)
     kept_SV = probs_SV
     if (settings_S["top_p"] < 1).any() or (settings_S["top_k"] < logits_SV.shape[1]).any():
         kept_SV = _filtered(probs_SV, top_p_S, top_k_S)
