@@ -133,6 +133,7 @@ class Server:
                     return
             except OSError:
                 time.sleep(0.5)
+        self.stop()
         raise RuntimeError(f"{argv[:4]} does not answer")
 
     def sample(self, prompts: list[list[int]], group: int, new: int) -> None:

@@ -1,17 +1,18 @@
 """Looks at processes that may end in the middle of the look: such a one counts as ended.
 
-A pid that exists is gone at the next line; psutil raises then. Tests ask here, never psutil itself
-(tests/project/test_deadlines.py).
+A pid that exists is gone at the next line; psutil raises then (tests/project/test_deadlines.py
+looks for some of its forms).
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 
 import psutil
 
-from tests.deadlines import until
+from tests.deadlines import DEADLINE_S, until
 
 
 def is_alive(pid: int) -> bool:
@@ -43,13 +44,14 @@ def descendants(parent: int | psutil.Process | subprocess.Popen[str], word: str)
     return [child for child in family if any(word in part for part in words_of(child))]
 
 
-def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to those that have not ended."""
+def signal_all(processes: list[psutil.Process], number: signal.Signals = signal.SIGKILL) -> None:
+    """A signal to those that have not ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            process.send_signal(number)
 
 
 def until_all_gone(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        until_gone(process.pid)
+    """Until they have ended and are waited for."""
+    _gone, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert not alive, f"{alive} live on"

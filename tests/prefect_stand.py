@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flows.server import DEFAULTS
 from rlpipe.base.values import JsonDict
 from rlpipe.processes.launch import answers, free_port
 from tests.deadlines import DEADLINE_S, PIPELINE_S, until
-from tests.living import descendants, kill
+from tests.living import signal_all
 from tests.paths import ROOT
 from tests.pipeline import BIN, kill_group
 from tests.prefect_home import new_deployed_home, new_home
@@ -224,5 +226,6 @@ def _deploy_in(home: Path) -> None:
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
     """SIGKILL to a process and all its descendants, whatever group they are in."""
-    kill(descendants(process, ""))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        signal_all(psutil.Process(process.pid).children(recursive=True))
     kill_group(process)

@@ -406,7 +406,8 @@ def kill_above_a_daemon(python: str, killed: str, time_s: float) -> None:
         starter.kill()
         starter.wait()
         for pid in marked(mark):
-            os.kill(pid, 9)
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
 
 
 def _children(parent: int) -> list[int]:

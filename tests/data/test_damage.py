@@ -28,6 +28,7 @@ from rlpipe.data import rows
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.processes import user_code
 from tests.deadlines import until
+from tests.living import until_gone
 
 GOOD = b'{"prompt": "a", "answer": "1"}\n'
 COLUMNS = {"prompt": ["a", "b"], "answer": ["1", "2"]}
@@ -313,7 +314,7 @@ def test_the_process_of_a_function_dies_with_its_owner(tmp_path: Path) -> None:
     pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), running=owner))
     owner.kill()
     owner.wait()
-    until(lambda: not Path(f"/proc/{pid}").exists(), "it outlives its owner")
+    until_gone(pid)
 
 
 def in_main(function: Callable[[], object]) -> object:

@@ -5,8 +5,6 @@ killed, and in which trainer and engine share their memory, has the same bits.""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from rlpipe.base.values import JsonDict
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 from tests.deadlines import PATIENCE, PIPELINE_S, until
-from tests.living import descendants
+from tests.living import descendants, signal_all
 from tests.paths import ROOT
 from tests.pipeline import Folder, kill_group
 from tests.rows import BATCH, read_rows
@@ -125,7 +123,7 @@ def test_flow_engine_and_agent_are_killed_and_it_ends_with_the_same_bits(
     process = folder.start(*run_arguments)
     try:
         for word in ("leaving_agent.py", "rlpipe.extras.local_engine.server"):
-            os.kill(wait_for_process(process, word).pid, signal.SIGKILL)
+            signal_all([wait_for_process(process, word)])
         assert process.wait(timeout=PIPELINE_S) == 0, folder.said()
     finally:
         kill_group(process)

@@ -143,8 +143,12 @@ def parameters(stand: Stand, run: str, store: str, *sets: str) -> dict[str, Any]
 
 
 def family(stand: Stand) -> list[psutil.Process]:
-    roots = [psutil.Process(process.pid) for process in stand.processes.values()]
-    return [each for root in roots for each in (root, *root.children(recursive=True))]
+    found = list[psutil.Process]()
+    for process in stand.processes.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            found += [root, *root.children(recursive=True)]
+    return found
 
 
 class Watch(threading.Thread):

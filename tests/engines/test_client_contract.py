@@ -56,7 +56,7 @@ from tests.engine_fixtures import (
     scratch,
     tiny_model,
 )
-from tests.living import words_of
+from tests.living import signal_all, words_of
 from tests.paths import PRESETS
 
 pytestmark = pytest.mark.contract
@@ -352,12 +352,10 @@ def stopped(pid: int) -> Iterator[None]:
     hung = [each for each in processes if ENGINE_KIND != "vllm" or "Worker" in " ".join(words_of(each))]
     assert hung, processes
     try:
-        for process in hung:
-            process.send_signal(signal.SIGSTOP)
+        signal_all(hung, signal.SIGSTOP)
         yield
     finally:
-        for process in hung:
-            process.send_signal(signal.SIGCONT)
+        signal_all(hung, signal.SIGCONT)
 
 
 async def test_a_hung_engine_and_an_absent_one_are_not_healthy(client: EngineClient) -> None:

@@ -105,7 +105,7 @@ def test_deadlines_are_made_of_the_constants() -> None:
     assert faults == [], f"tests/deadlines.py has DEADLINE_S and until(); what has to be short says so: {SHORT} WHY"
 
 
-RACES = re.compile(r"\bpsutil\.(pid_exists|wait_procs)\b|\.cmdline\(\)|psutil\.Process\(.*\)\.status\(\)")
+RACES = re.compile(r"pid_exists\(.*\) (and|or) |\.cmdline\(\)|\.status\(\) [!=]= psutil")
 
 
 def test_a_look_at_a_process_that_may_end_is_one_that_knows_it() -> None:

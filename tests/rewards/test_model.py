@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,6 @@ from rlpipe.rewards import process as process_module
 from rlpipe.rewards import worker
 from rlpipe.rewards.pool import RewardPool, check_rewards
 from tests.deadlines import DEADLINE_S, SHORT_S, until
-from tests.living import is_alive
 
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
 CONTEXT_TOKENS = 256
@@ -133,7 +133,7 @@ def test_it_scores_what_transformers_does_and_survives_its_process(
         assert all(score.reason is None for score in scores)
         assert pid_of(pool) != before, "it was done before it was killed: score more"
         last = pid_of(pool)
-    assert not is_alive(last)
+    assert not psutil.pid_exists(last)
 
 
 @pytest.mark.e2e

@@ -17,7 +17,7 @@ from rlpipe.store.run import Run
 from rlpipe.trainer.held import VARIABLE, Hold
 from rlpipe.trainer.process import TrainerProcesses, trainer_beside, trainer_place
 from tests.deadlines import until
-from tests.living import descendants, kill, until_all_gone
+from tests.living import descendants, signal_all, until_all_gone
 
 WAITS = "from rlpipe.trainer.held import wait_until_freed; wait_until_freed(); print('works')"
 
@@ -88,7 +88,7 @@ async def test_a_prepared_trainer_that_is_lost_comes_back(tmp_path: Path) -> Non
     place.prepare()
     try:
         url = await place.start()
-        kill(descendants(os.getpid(), "rlpipe.trainer.server"))
+        signal_all(descendants(os.getpid(), "rlpipe.trainer.server"))
         assert await place.bring_back() == url
     finally:
         await place.close()

@@ -30,7 +30,7 @@ from rlpipe.trainer.meeting import LOOK_S, Sent
 from rlpipe.trainer.process import launcher_argv
 from tests import trainer_world as world
 from tests.deadlines import DEADLINE_S, SHORT_S, until, until_async
-from tests.living import is_alive, kill
+from tests.living import signal_all
 
 pytestmark = pytest.mark.e2e
 KEY = "secret"
@@ -93,7 +93,7 @@ class TwoNodes:
     def end(self) -> None:
         for node in self.nodes:
             if node.poll() is None:
-                kill([*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)])
+                signal_all([*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)])
             node.wait(timeout=DEADLINE_S)
 
 
@@ -122,8 +122,7 @@ async def test_the_lost_node_is_named(trainer: TwoNodes, tmp_path: Path, how: st
     await asyncio.sleep(2.0)
     assert not training.done()
     # a machine that is gone closes no connection: a stopped one is like it
-    for process in trainer.family(1):
-        process.send_signal(getattr(signal, how))
+    signal_all(trainer.family(1), getattr(signal, how))
     # by its silence, and not by a deadline of a collective
     with pytest.raises(
         TrainerError, match=rf"doing train: node 1 \({socket.gethostname()}\): rank 1 has been silent for"
@@ -235,4 +234,4 @@ def test_a_rank_that_ends_takes_the_others_with_it_and_is_named(tmp_path: Path) 
     launcher = launched(program, 2, log)
     assert launcher.wait(timeout=DEADLINE_S) == 1
     assert log.read_text() == "rank 1 of this node ended with signal SIGKILL: the ranks of this node are ended\n"
-    assert not is_alive(int((tmp_path / "first").read_text()))
+    assert not psutil.pid_exists(int((tmp_path / "first").read_text()))

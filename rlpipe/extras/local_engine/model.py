@@ -112,8 +112,9 @@ class LocalModel:
         self.folder = folder
         self.requests_max = requests_max
         self._passes: dict[StepShape, Recorded] = {}
-        # by the shape of all slots and of a part: how often this part had the bits of a larger one
-        self._parts: dict[tuple[StepShape, StepShape], int] = {}
+        # by the shape of all slots and of a part, and by the number of compared rows: how often the
+        # part had the bits of a larger one
+        self._parts: defaultdict[tuple[StepShape, StepShape], dict[int, int]] = defaultdict(dict)
         # by the number of slots: fewer rows whose products have other bits
         self._too_few: defaultdict[int, set[int]] = defaultdict(set)
         # memory that was freed, and its bytes
@@ -285,7 +286,8 @@ class LocalModel:
         too_few = self._too_few[slots]
         rows = next((rows for rows in range(len(tokens_S), slots, ROW_STEP) if rows not in too_few), slots)
         parts = [StepShape(rows, used, length)] if self._by_used_rows else []
-        shapes = [*parts, StepShape(rows, rows, length), StepShape(slots, slots, bucket)]
+        shapes = [*parts, *(StepShape(*sizes) for sizes in ((rows, rows, length), (rows, rows, bucket)))]
+        shapes.append(StepShape(slots, slots, bucket))
         return self._smallest_proven(tokens_S, position_S, kv_N2SHLD, list(dict.fromkeys(shapes)), used)
 
     def _smallest_proven(
@@ -295,20 +297,22 @@ class LocalModel:
         beside them, and compared. The last shape needs no proof.
         """
         shape, *larger = shapes
-        part = shapes[-1], shape
-        seen = self._parts.get(part, 0) if larger else PROOFS
-        if seen == PROOFS:
+        whole, proofs = shapes[-1], self._parts[shapes[-1], shape]
+        seen = min(proofs.values(), default=0)  # UNEQUAL, if it ever was
+        if seen != UNEQUAL:  # what was seen of more rows is so of fewer
+            seen = max((count for compared, count in proofs.items() if compared >= used), default=0)
+        if not larger or seen == PROOFS:
             return self._step(tokens_S, position_S, kv_N2SHLD, shape)
         # the part first: what the larger one writes stays
         try:
             own_SV = None if seen == UNEQUAL else self._step(tokens_S, position_S, kv_N2SHLD, shape)
         except MODEL_FAULTS:  # code that needs the keys of all rows
-            own_SV, self._parts[part] = None, UNEQUAL
+            own_SV, proofs[used] = None, UNEQUAL
         proven_SV = self._smallest_proven(tokens_S, position_S, kv_N2SHLD, larger, used)
-        if own_SV is not None:
-            self._parts[part] = seen + 1 if torch.equal(own_SV[:used], proven_SV[:used]) else UNEQUAL
-        if self._parts[part] == UNEQUAL and shape.used == shape.rows < shapes[-1].rows:
-            self._too_few[shapes[-1].rows].add(shape.rows)
+        if own_SV is not None and not proven_SV[:used].isnan().any():  # which would equal nothing
+            proofs[used] = seen + 1 if torch.equal(own_SV[:used], proven_SV[:used]) else UNEQUAL
+            if proofs[used] == UNEQUAL and shape == (shape.rows, shape.rows, whole.length):
+                self._too_few[whole.rows].add(shape.rows)
         return proven_SV
 
     def _step(self, tokens_S: Tensor, position_S: Tensor, kv_N2SHLD: Tensor, shape: StepShape) -> Tensor:

@@ -91,7 +91,8 @@ class SlotPool:
 
     def sample(self, weight_version: str) -> None:
         """Samples one token for every job."""
-        rows = self._used()
+        # on a GPU a sum over one row alone may have other bits
+        rows = self._used() if self.model.device.type == "cpu" else self._rows()
         settings_S, index_S = self.settings_S[:rows], np.zeros(rows, dtype=np.uint64)
         for job, slot in self.slots.items():
             index_S[slot] = len(job.tokens)

@@ -10,13 +10,13 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from rlpipe.extras.environments.pool import EnvironmentFault, EnvironmentPool, RemoteEnvironment
 from rlpipe.extras.environments.protocol import Step
 from tests.deadlines import DEADLINE_S, SHORT_S, until_async
-from tests.living import is_alive
 
 MANY = 1000
 ENVIRONMENT = '''
@@ -190,7 +190,7 @@ async def test_a_process_ends_when_its_owner_is_gone(pool: EnvironmentPool) -> N
     await until_async(lambda: len(process._in_flight) == 2)
     assert process._process is not None
     process._process._writing.close()
-    await until_async(lambda: not is_alive(pid))
+    await until_async(lambda: not psutil.pid_exists(pid))
     for step in steps:
         step.cancel()
     await asyncio.gather(*steps, return_exceptions=True)

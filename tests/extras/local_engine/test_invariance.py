@@ -147,34 +147,85 @@ def test_slots_that_become_free_change_no_bits(dtype: Dtype) -> None:
     assert [run([index])[0] for index in range(40)] == together
     rows = {part.rows for _, part in model._parts}
     assert rows >= {16, 48}
-    assert {part.used for (_, part), proofs in model._parts.items() if proofs == PROOFS} >= {1, 16}
+    proven = {part for (_, part), proofs in model._parts.items() if PROOFS in proofs.values()}
+    assert {part.used for part in proven} >= {1, 16}
 
 
-@pytest.mark.parametrize("enough", [32, 48, 64])
+def played_bits(model: LocalModel, monkeypatch: pytest.MonkeyPatch, is_off: Any) -> list[StepShape]:
+    """Plays a processor on which a step of some shapes has other bits: those of the rows for which
+    `is_off(shape)` gives a slice. Returns the list to which each computed shape is added."""
+    step, computed = model._step, list[StepShape]()
+
+    def played(tokens_S: Tensor, position_S: Tensor, kv: Tensor, shape: StepShape) -> Tensor:
+        computed.append(shape)
+        logits_SV = step(tokens_S, position_S, kv, StepShape(kv.shape[2], kv.shape[2], kv.shape[4])).clone()
+        logits_SV[is_off(shape)] += 1e-3
+        return logits_SV
+
+    monkeypatch.setattr(model, "_step", played)
+    return computed
+
+
+def decoded(model: LocalModel, kv_N2SHLD: Tensor, position: int, used: int, length: int) -> Tensor:
+    rows = -(-used // 16) * 16
+    return model.decode(torch.full((rows,), 5), torch.full((rows,), position), kv_N2SHLD, used, length)[:used]
+
+
+ALL, NONE = slice(None), slice(0)
+
+
+@pytest.mark.parametrize("enough", [16, 32, 48, 64])
 def test_where_products_of_few_rows_have_other_bits_as_many_as_it_takes_are_computed(
     enough: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step with one request of 64 slots cost a whole step, at the whole length of its bucket."""
     with torch.inference_mode():
         model = LocalModel(str(tiny_model(0)), "cpu")
-        step, computed = model._step, list[StepShape]()
-
-        def other_bits(tokens: Tensor, position: Tensor, kv: Tensor, shape: StepShape) -> Tensor:
-            computed.append(shape)
-            return step(tokens, position, kv, shape) + (1e-6 if shape.rows < enough else 0)
-
-        monkeypatch.setattr(model, "_step", other_bits)
-        kv_N2SHLD, whole = model.empty_slots(64, 512), StepShape(64, 64, 512)
-        steps = []
+        computed = played_bits(model, monkeypatch, lambda shape: ALL if shape.rows < enough else NONE)
+        kv_N2SHLD, steps = model.empty_slots(64, 512), list[list[StepShape]]()
         for position in range(16):
-            tokens_S, position_S = torch.full((16,), 5), torch.full((16,), position)
-            expected_SV = step(tokens_S, position_S, kv_N2SHLD.clone(), whole)[:1]
             computed.clear()
-            assert torch.equal(model.decode(tokens_S, position_S, kv_N2SHLD, 1, 64)[:1], expected_SV)
+            logits_SV = decoded(model, kv_N2SHLD, position, 1, 64)
             steps.append([*computed])
-    climbed = [16, 32, 48, 64].index(enough)
-    assert all(whole in computed for computed in steps[: climbed + PROOFS])
-    assert all(computed == [StepShape(enough, 1, 64)] for computed in steps[climbed + PROOFS :])
+            assert torch.equal(logits_SV, model._step(*one_token(position), kv_N2SHLD, StepShape(64, 64, 512))[:1])
+        climbed = [16, 32, 48, 64].index(enough)
+        assert all(StepShape(64, 64, 512) in each for each in steps[: climbed + PROOFS])
+        assert all(each == [StepShape(enough, 1, 64)] for each in steps[climbed + PROOFS :])
+        # known of 64 slots, whatever their bucket
+        computed.clear()
+        decoded(model, model.empty_slots(64, 256), 0, 1, 64)
+        assert {shape.rows for shape in computed} == {enough, 64}
+
+
+def one_token(position: int) -> tuple[Tensor, Tensor]:
+    return torch.full((16,), 5), torch.full((16,), position)
+
+
+def test_what_a_few_rows_proved_is_not_taken_for_proven_of_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's last rows may have other bits than its first."""
+    with torch.inference_mode():
+        model = LocalModel(str(tiny_model(0)), "cpu")
+        played_bits(model, monkeypatch, lambda shape: slice(8, None) if shape.rows < 64 else NONE)
+        kv_N2SHLD = model.empty_slots(64, 128)
+        for used in (1, 4, 12, 4, 20, 40, 1):
+            for position in range(PROOFS + 2):
+                logits_SV = decoded(model, kv_N2SHLD, position, used, 64)
+                assert (logits_SV == logits_SV[:1]).all(), used
+
+
+def test_a_length_or_a_nan_that_has_other_bits_is_no_fault_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        model = LocalModel(str(tiny_model(0)), "cpu")
+        computed = played_bits(model, monkeypatch, lambda shape: ALL if shape.length == 64 else NONE)
+        kv_N2SHLD = model.empty_slots(64, 256)
+        for position in range(PROOFS + 3):
+            decoded(model, kv_N2SHLD, position, 1, 64)
+        computed.clear()
+        decoded(model, kv_N2SHLD, 9, 1, 64)
+        assert computed == [StepShape(16, 16, 256)]
+        kv_N2SHLD.fill_(torch.nan)  # as of a policy that diverged
+        decoded(model, kv_N2SHLD, 80, 1, 128)
+        assert model._too_few[64] == set()
 
 
 def test_more_buckets_than_pools_all_get_their_turn() -> None:
