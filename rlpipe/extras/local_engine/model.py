@@ -72,7 +72,8 @@ def slot_count(bucket: int, requests_max: int = SLOTS_MAX) -> int:
     """The number of slots that decode together in a bucket of `bucket` tokens: a power of two,
     enough for `requests_max` where so many fit.
 
-    Every slot computes, used or not, so there are no more than requests can come at once.
+    A step computes all of them where fewer have other bits, so there are no more than requests can
+    come at once.
     """
     fit = 1 << max(1, SLOT_TOKENS_MAX // bucket).bit_length() - 1
     wanted = 1 << (requests_max - 1).bit_length()
