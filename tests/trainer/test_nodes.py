@@ -91,9 +91,9 @@ class TwoNodes:
         return [agent, *agent.children(recursive=True)]
 
     def end(self) -> None:
-        for node in self.nodes:
+        for index, node in enumerate(self.nodes):
             if node.poll() is None:
-                signal_all([*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)])
+                signal_all(self.family(index)[::-1])  # the launcher last
             node.wait(timeout=DEADLINE_S)
 
 

@@ -287,8 +287,7 @@ class LocalModel:
         too_few = self._too_few[slots]
         rows = next((rows for rows in range(len(tokens_S), slots, ROW_STEP) if rows not in too_few), slots)
         parts = [StepShape(rows, used, length)] if self._by_used_rows else []
-        shapes = [*parts, *(StepShape(*sizes) for sizes in ((rows, rows, length), (rows, rows, bucket)))]
-        shapes.append(StepShape(slots, slots, bucket))
+        shapes = [*parts, StepShape(rows, rows, length), StepShape(rows, rows, bucket), StepShape(slots, slots, bucket)]
         return self._smallest_proven(tokens_S, position_S, kv_N2SHLD, list(dict.fromkeys(shapes)), used)
 
     def _smallest_proven(
