@@ -133,7 +133,7 @@ class Parts:
 
 def settled(tokenizer: ChatTokenizer, rewards: RewardPool) -> Any:
     """What the making and scoring of rollouts ask of a session."""
-    rl = SimpleNamespace(train_stale_tokens=True, fault_reward=None, agent="")
+    rl = SimpleNamespace(train_stale_tokens=True, fault_reward=lambda reason: 0.0, agent="")
     return SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(rl=rl), rewards=rewards, ahead=None)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 
 import numpy as np
@@ -150,20 +151,18 @@ def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float
 
     `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled
     completions `_pass_at_<k>` for k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where
-    the reward has such a part.
+    the reward has such a part. Those of which there is no rollout are not there.
     """
     sampled = [rollout for rollout in rollouts if rollout.rollout_index > 0]
-    greedy = [_passes(rollout, threshold) for rollout in rollouts if rollout.rollout_index == 0]
-    metrics = {
-        "greedy": np.mean(greedy),
-        "pass_at_1": np.mean([_passes(rollout, threshold) for rollout in sampled]),
-        "reward_mean": np.mean([rollout.reward or 0.0 for rollout in sampled]),
-        "length_tokens_mean": np.mean([len(rollout.completion_tokens) for rollout in sampled]),
+    values = {
+        "greedy": [_passes(rollout, threshold) for rollout in rollouts if rollout.rollout_index == 0],
+        "pass_at_1": [_passes(rollout, threshold) for rollout in sampled],
+        "reward_mean": [rollout.reward or 0.0 for rollout in sampled],
+        "length_tokens_mean": [len(rollout.completion_tokens) for rollout in sampled],
         **_over_completions(sampled, threshold),
+        "format_rate": [rollout.reward_parts["format"] for rollout in sampled if "format" in rollout.reward_parts],
     }
-    formats = [rollout.reward_parts["format"] for rollout in sampled if "format" in rollout.reward_parts]
-    metrics |= {"format_rate": np.mean(formats)} if formats else {}
-    return {f"{name}_{key}": float(value) for key, value in metrics.items()}
+    return {f"{name}_{key}": float(np.mean(entries)) for key, entries in values.items() if entries}
 
 
 def _passes(rollout: Rollout, threshold: float) -> bool:
@@ -171,17 +170,22 @@ def _passes(rollout: Rollout, threshold: float) -> bool:
     return rollout.reward >= threshold
 
 
-def _over_completions(sampled: Group, threshold: float) -> dict[str, float]:
+def _over_completions(sampled: Group, threshold: float) -> Mapping[str, list[float] | list[bool]]:
+    """The metrics of several completions of a prompt, by prompt. A prompt of which rollouts are
+    left out counts where it has completions enough.
+    """
     prompts: dict[str, Group] = {}
     for rollout in sampled:
         prompts.setdefault(rollout.prompt_id, []).append(rollout)
     passed = [[_passes(rollout, threshold) for rollout in group] for group in prompts.values()]
-    count = len(passed[0])
-    assert all(len(passes) == count for passes in passed), "every prompt has the same number of completions"
+    count = max(map(len, passed), default=1)
     if count == 1:
         return {}
     powers = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    metrics = {f"pass_at_{k}": float(np.mean([pass_at_k(count, sum(passes), k) for passes in passed])) for k in powers}
+    values = {
+        f"pass_at_{k}": [pass_at_k(len(passes), sum(passes), k) for passes in passed if len(passes) >= k]
+        for k in powers
+    }
     answers = [[answer_text(rollout.completion) for rollout in group] for group in prompts.values()]
-    majority = [majority_passes(*pair) for pair in zip(answers, passed, strict=True)]
-    return metrics | {f"maj_at_{count}": float(np.mean(majority))}
+    whole = [pair for pair in zip(answers, passed, strict=True) if len(pair[1]) == count]
+    return values | {f"maj_at_{count}": [majority_passes(*pair) for pair in whole]}

@@ -17,6 +17,12 @@ class UserError(ValueError):
         super().__init__(*_said(args))
 
 
+class PromptFault(ValueError):
+    """A prompt cannot be scored, whatever its completion is: it has no answer or no tests, or they
+    cannot be read. The fault `reward_prompt`.
+    """
+
+
 class StoreError(RuntimeError):
     """The store refuses an operation, or is inconsistent (wrong hash, missing file, no access); the
     message names the file.

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.affects import Added, T
+from rlpipe.config.faults import STOP, rule_for_all
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.rules import broken_layout, broken_rules
@@ -164,7 +165,11 @@ def stored_tree(config: PipelineConfig) -> JsonDict:
         for fields in tree[section] if section == "data" else [tree[section]]:
             if added.beside not in fields if added.beside else fields[name] == added.before:
                 del fields[name]
-    return tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
+    tree = tree | {section: tree[section] | fields for section, fields in RETIRED.items()}
+    if for_all := rule_for_all(config.rl.faults):
+        rule, rl = for_all[0], {name: value for name, value in tree["rl"].items() if name != "faults"}
+        tree["rl"] = rl | {"reward_fallback": None if rule == STOP else rule}
+    return tree
 
 
 def _with_added(tree: JsonDict) -> JsonDict:
@@ -198,13 +203,13 @@ def as_begun(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
     """The config with which a run is continued.
 
     Fields that are not set and have another default today keep the value with which the run began:
-    `rl.reward_fallback` was 0.0, `evaluation.pass_threshold` 1.0 and `model.control_tokens`
+    `rl.faults` was one rule for all, `evaluation.pass_threshold` 1.0 and `model.control_tokens`
     "as_written".
     """
     if config.evaluation.pass_threshold is None and begun.evaluation.pass_threshold == PASSED_BEFORE:
         evaluation = config.evaluation.model_copy(update={"pass_threshold": PASSED_BEFORE})
         config = config.model_copy(update={"evaluation": evaluation})
-    for section, name in (("rl", "reward_fallback"), ("model", "control_tokens")):
+    for section, name in (("rl", "faults"), ("model", "control_tokens")):
         given, then = getattr(config, section), getattr(begun, section)
         if name not in given.model_fields_set:
             config = config.model_copy(update={section: given.model_copy(update={name: getattr(then, name)})})

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from rlpipe.base.values import JsonDict
+from rlpipe.config.faults import LEFT_OUT
 from rlpipe.config.pipeline import RETIRED, RETIRED_MARKS, PipelineConfig, marks, stored_tree
 
 PHASES = {"model": "base", "sft": "sft", "rl": "rl"}  # by section, the phase whose policies it affects
@@ -28,7 +29,7 @@ CONDITIONS: dict[str, Callable[[PipelineConfig, Effect], bool]] = {
     "validated": lambda config, _: config.sft.validated,
     "dropping": lambda config, effect: config.drops(USES[effect.kind]),  # rows that are too long
     "curriculum": lambda config, _: config.rl.curriculum != "none",
-    "left out": lambda config, _: config.rl.leaves_out,
+    "left out": lambda config, _: LEFT_OUT in config.rl.faults.values(),
     "agent": lambda config, _: bool(config.rl.agent),
     "branches": lambda config, _: config.rl.branches == "all",
     "not 1": lambda config, _: config.evaluation.temperature != 1.0,  # as older runs had
@@ -43,6 +44,7 @@ def effects(phase: str, kind: str) -> list[Effect]:
     """The fields that affect artifacts of a kind; the phase matters for policies."""
     retired = [(section, name, mark) for section in RETIRED for name, mark in RETIRED_MARKS if name in RETIRED[section]]
     known = [Effect(*field, *mark.partition(" if ")[::2]) for *field, mark in [*marks(str), *retired]]
+    known += [effect._replace(name="reward_fallback") for effect in known if effect.name == "faults"]  # in older runs
     return [effect for effect in known if effect.kind == kind and (kind != "policy" or PHASES[effect.section] == phase)]
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from rlpipe.config.affects import ENDS_ROUND, Added, Draws, Operational, Trains
+from rlpipe.config.faults import BY_CAUSE, LEFT_OUT, STOP, Rule, cause_of_fault, checked_faults
 from rlpipe.config.operational import STRICT, TOKENS_MAX, Timeout
 from rlpipe.config.secrecy import Secrets, named_variables
 
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
 ROWS_MAX = 10**6  # rows of one batch
-Fallback = float | Literal["left_out"] | None
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -107,11 +107,11 @@ class RlConfig(OptimizerConfig):
     reward_workers: Operational[int] = Field(
         default=1, ge=1, le=64, description="Processes that compute rewards, and as many that run environments"
     )
-    reward_fallback: Annotated[Fallback, "scores", "evaluation", ENDS_ROUND, "batch if left out"] = Field(
-        default="left_out",
+    faults: Annotated[dict[str, Rule], "scores", "evaluation", ENDS_ROUND, "batch if left out"] = Field(
+        default_factory=lambda: checked_faults({}),
         description=(
-            "Reward of a rollout whose scoring or environment failed. left_out: the rollout gets none, and is in no"
-            " group's mean and no loss; none: the run stops"
+            "Cause of a fault (policy, outside) or its reason -> the reward of a rollout that has it. left_out: it gets"
+            " none, and is in no group's mean and no loss; stop: the run stops"
         ),
     )
     filters: Annotated[dict[str, float], "batch", ENDS_ROUND] = Field(
@@ -296,13 +296,20 @@ class RlConfig(OptimizerConfig):
     def _none_is_a_choice(cls, value: Any) -> Any:
         return "none" if value is None else value  # `--set rl.kl=none` is read as None
 
-    @field_validator("reward_fallback", mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _is_a_fallback(cls, value: Any, checked: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return checked(value)
-        except ValidationError:  # one line, in place of one for each part of the union
-            raise ValueError("use left_out, a finite number, or none") from None
+    def _rule_of_older_versions(cls, fields: Any) -> Any:
+        """`reward_fallback` was one rule for all faults; none stopped the run."""
+        if not isinstance(fields, dict) or "reward_fallback" not in fields or "faults" in fields:
+            return fields
+        rule = fields["reward_fallback"]
+        others = {name: value for name, value in fields.items() if name != "reward_fallback"}
+        return others | {"faults": dict.fromkeys(BY_CAUSE, STOP if rule is None else rule)}
+
+    @field_validator("faults", mode="before")
+    @classmethod
+    def _are_rules(cls, value: Any) -> dict[str, Rule]:
+        return checked_faults(value)
 
     @property
     def secrets(self) -> Secrets:
@@ -318,17 +325,20 @@ class RlConfig(OptimizerConfig):
         """
         return f"rl.agent={self.agent!r}" if self.agent else f"rl.environment={self.environment!r}"
 
-    @property
-    def leaves_out(self) -> bool:
-        """True when a rollout with a fault is left out of its group and of the loss."""
-        return self.reward_fallback == "left_out"
+    def fault_rule(self, reason: str) -> Rule:
+        """What becomes of a rollout with a fault of this reason."""
+        return self.faults.get(reason, self.faults[cause_of_fault(reason)])
 
-    @property
-    def fault_reward(self) -> float | None:
-        """The reward in the record of a rollout with a fault: 0 where it is left out, as
-        evaluations count it. None: the run stops.
+    def leaves_out(self, reason: str) -> bool:
+        """True when a rollout with this `reward_fault` is left out of its group and of the loss;
+        False for one without a fault.
         """
-        return 0.0 if self.reward_fallback == "left_out" else self.reward_fallback
+        return bool(reason) and self.fault_rule(reason) == LEFT_OUT
+
+    def fault_reward(self, reason: str) -> float:
+        """The reward in the record of a rollout with a fault: 0 where it is left out."""
+        rule = self.fault_rule(reason)
+        return rule if isinstance(rule, float) else 0.0
 
     @property
     def off_policy(self) -> bool:

@@ -87,6 +87,7 @@ class EnginePool:
         self.fleet = Fleet(find_hosts)
         self.in_flight_max = in_flight_max
         self.progress_timeout_s = progress_timeout_s
+        self.num_lost = 0  # times that an engine failed its requests
         self._loads: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._changed = asyncio.Condition()  # an engine has room, or is available again
         self._entrance = asyncio.Lock()  # calls begin in the order in which they arrive
@@ -288,6 +289,7 @@ class EnginePool:
             )
             load.rest_until = time.monotonic() + min(REST_FIRST_S * 2**load.faults, REST_MAX_S)
             load.faults += 1
+            self.num_lost += 1
         return sampled, fault
 
     async def _take_seat(self, home: Anchor, enough: asyncio.Event) -> EngineClient | None:

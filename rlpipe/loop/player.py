@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.extras import PLAYERS, opened
+from rlpipe.config.faults import STOP
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
@@ -86,8 +87,8 @@ class Player(ABC):
     async def play(
         self, requests: list[GroupRequest], groups: list[PromptGroup], hooks: Hooks
     ) -> list[list[PlayedRollout]]:
-        """The played rollouts of each group, in order. UserError when a rollout had a fault and
-        there is no `rl.reward_fallback`.
+        """The played rollouts of each group, in order. UserError when a rollout had a fault that
+        stops the run by `rl.faults`.
         """
 
     async def first_messages(self, prompts: list[Prompt]) -> list[list[Message]]:
@@ -152,12 +153,12 @@ def kind_of_player(rl: RlConfig) -> PlayerKind | None:
 
 
 def check_faults(rl: RlConfig, played: list[list[PlayedRollout]]) -> None:
-    """Raises UserError where a rollout had a fault and there is no `rl.reward_fallback`."""
+    """Raises UserError where a rollout had a fault that stops the run by `rl.faults`."""
     outcomes = [rollout.outcome for group in played for rollout in group]
     faults = Counter(outcome.fault for outcome in outcomes if outcome and outcome.fault)
-    if faults and rl.reward_fallback is None:
+    if any(rl.fault_rule(reason) == STOP for reason in faults):
         raise UserError(
-            f"{rl.world}, rl.reward_fallback=none: {faults.total()} of {len(outcomes)} rollouts had a fault"
+            f"{rl.world}, rl.faults={rl.faults}: {faults.total()} of {len(outcomes)} rollouts had a fault"
             f" ({dict(faults)}; the log says which); mend the {'agent' if rl.agent else 'environment'} and start again"
-            " (what was committed is kept), or start a run or fork with a rl.reward_fallback"
+            " (what was committed is kept), or start a run or fork with other rl.faults"
         )

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 from rlpipe.base.errors import UserError
 from rlpipe.base.futures import settle
 from rlpipe.config.extras import MOVED
+from rlpipe.processes.away import is_outage
 from rlpipe.processes.kernel import adopt_orphans, kill_descendants, leave_rights, seclude, thread_ids, work_of
 
 MESSAGE_CHARS_MAX = 1000
@@ -46,14 +47,20 @@ class CodeRaised(Exception):
     """A user's code raised an exception; the message has the exception and its place."""
 
 
+class CodeLacks(CodeRaised):
+    """A user's code raised because something that it needs is away: a connection failed, or a
+    service answered 429 or 5xx.
+    """
+
+
 class InvalidAnswer(Exception):
     """A user's code, or a service, gave an invalid answer."""
 
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """A context for a user's code: turns every exception into CodeRaised, except our own
-    InvalidAnswer.
+    """A context for a user's code: turns every exception into CodeRaised, or CodeLacks; except our
+    own InvalidAnswer.
     """
     try:
         yield
@@ -63,7 +70,7 @@ def user_code() -> Iterator[None]:
         places = traceback.extract_tb(error.__traceback__)
         place = next((place for place in reversed(places) if place.filename != __file__), places[-1])
         message = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARS_MAX]} ({place.filename}:{place.lineno})"
-        raise CodeRaised(message) from error
+        raise (CodeLacks if is_outage(error) else CodeRaised)(message) from error
 
 
 def cause_of(error: CodeRaised, what: str) -> str:

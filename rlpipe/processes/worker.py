@@ -43,13 +43,7 @@ class ProcessEnded(Exception):
 
 
 class TooManyLost(UserError):
-    """Raised when a pool has lost too many processes in a row; `is_late`: the last one took too
-    long.
-    """
-
-    def __init__(self, message: str, is_late: bool) -> None:
-        super().__init__(message)
-        self.is_late = is_late
+    """Raised when a pool has lost too many processes in a row."""
 
 
 class UserCode(NamedTuple):
@@ -76,11 +70,11 @@ class Losses:
     def answered(self) -> None:
         self.in_a_row = 0
 
-    def add(self, field: str, what: str, is_late: bool) -> None:
+    def add(self, field: str, what: str) -> None:
         """Counts one; TooManyLost."""
         self.in_a_row += 1
         if self.in_a_row >= self.in_a_row_max:
-            raise TooManyLost(f"{field}: {self.in_a_row} processes in a row were lost ({what})", is_late)
+            raise TooManyLost(f"{field}: {self.in_a_row} processes in a row were lost ({what})")
 
 
 class _Call:
@@ -294,7 +288,7 @@ class Worker:
         if len(lost) > 1:
             what += f", with {len(lost)} calls under way"
         log.info("%s: %s", self.code.field, what)  # its caller warns, and knows the rollout
-        self._losses.add(self.code.field, what, is_late)
+        self._losses.add(self.code.field, what)
         self._in_flight.clear()
         self._room = max(1, len(lost) // 2)
         if len(lost) == 1:

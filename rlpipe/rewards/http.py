@@ -30,6 +30,7 @@ from rlpipe.rewards.score import ARGUMENTS, FAILURES_MAX, Item, Score, score_of
 TRIES_MAX = 6
 PAUSE_S = 0.25  # before the second try; doubled before each further one
 ANSWER_BYTES_MAX = 1 << 20
+REFUSED = (400, 413, 422)  # statuses that may be about the completion: its form, or its length
 # of an answer: more of it is read first, so that no key is cut before it is hidden
 QUOTED_CHARS = 300
 # of a part of a hidden URL's path; a shorter one is a word, such as completions
@@ -169,13 +170,16 @@ def _variable(field: str, name: str) -> str:
 
 
 class ServiceFault(Exception):
-    """Raised when no usable answer comes. "reward_unavailable": a connection error, 429 or 5xx;
-    "reward_error": another try would not help.
+    """Raised when no usable answer comes. "reward_unavailable": a connection error, or a status
+    that does not depend on the completion; "reward_error": the completion was refused.
+
+    `may_pass`: another try may help.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, may_pass: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
+        self.may_pass = may_pass
 
 
 class HttpScorer:
@@ -234,10 +238,9 @@ class HttpScorer:
         except ServiceFault as error:
             score = self._fault(error.reason, str(error))
         except (TimeoutError, httpcore.TimeoutException):
-            score = self._fault("reward_timeout", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
-        is_away = score.reason in ("reward_unavailable", "reward_timeout")
+            score = self._fault("reward_unavailable", f"took more than rl.reward_timeout_s={self._timeout_s:g}")
         with self._lock:
-            self._num_failed_in_row = self._num_failed_in_row + 1 if is_away else 0
+            self._num_failed_in_row = self._num_failed_in_row + 1 if score.reason == "reward_unavailable" else 0
         return score
 
     def _checked(self, reward: Any) -> Any:
@@ -266,12 +269,7 @@ class HttpScorer:
             except ServiceFault as fault:
                 pause_s = PAUSE_S * 2 ** (num_tries - 1)
                 is_last = num_tries == TRIES_MAX or time.monotonic() + pause_s >= ends_s
-                if (
-                    fault.reason == "reward_error"
-                    or is_last
-                    or self._closed.wait(pause_s)
-                    or time.monotonic() >= ends_s
-                ):
+                if not fault.may_pass or is_last or self._closed.wait(pause_s) or time.monotonic() >= ends_s:
                     raise
 
     def _try(self, http: httpcore.ConnectionPool, question: bytes, ends_s: float) -> Any:
@@ -284,13 +282,12 @@ class HttpScorer:
                     if len(body) > ANSWER_BYTES_MAX:
                         raise InvalidAnswer(f"it answered more than {ANSWER_BYTES_MAX} bytes")
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
-            raise ServiceFault("reward_unavailable", f"{type(error).__name__}: {error}") from error
+            raise ServiceFault("reward_unavailable", f"{type(error).__name__}: {error}", may_pass=True) from error
         text = body[: 2 * QUOTED_CHARS].decode(errors="replace")
         if not 200 <= reply.status < 300:
-            is_away = reply.status == 429 or reply.status >= 500
-            raise ServiceFault(
-                "reward_unavailable" if is_away else "reward_error", f"it answered {reply.status}: {text}"
-            )
+            may_pass = reply.status == 429 or reply.status >= 500
+            reason = "reward_error" if reply.status in REFUSED else "reward_unavailable"
+            raise ServiceFault(reason, f"it answered {reply.status}: {text}", may_pass)
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:  # RecursionError: too many brackets

@@ -18,6 +18,7 @@ from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import LatexExtractionConfig, parse
 
 from rlpipe.algorithms.answers import LATEX_TEXT, boxed_answer, marked_answer
+from rlpipe.base.errors import PromptFault
 from rlpipe.records.prompt import RewardPrompt
 from rlpipe.rewards.equality import all_at_once, are_equal, smallest_exponent
 from rlpipe.rewards.formula import MEASURES, THOUSANDS, bare, last_unit, letters, mended, same_text, says_more, scaled
@@ -66,7 +67,7 @@ class ReferenceAnswer:
 
 
 def score_math(prompt: RewardPrompt, completion: str) -> float:
-    """1.0 when the final answers are equal, else 0.0; ValueError for a prompt without a readable
+    """1.0 when the final answers are equal, else 0.0; PromptFault for a prompt without a readable
     answer.
 
     The final answer is the marked one (`marked_answer`), or else the one that math-verify finds in
@@ -84,7 +85,7 @@ def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
     else 0.0.
 
     The block must be closed, once; its opening tag may be in the prompt, where many chat templates
-    put it. ValueError as in `score_math`.
+    put it. PromptFault as in `score_math`.
     """
     reference = _reference(prompt)
     thinking, closed, rest = completion.partition("</think>")
@@ -96,11 +97,11 @@ def score_deepscaler(prompt: RewardPrompt, completion: str) -> float:
 
 def _reference(prompt: RewardPrompt) -> ReferenceAnswer:
     if prompt["answer"] is None:
-        raise ValueError(f"prompt {prompt['prompt_id']} has no answer to compare with")
+        raise PromptFault(f"prompt {prompt['prompt_id']} has no answer to compare with")
     try:
         return read_reference(prompt["answer"])
     except ValueError as error:
-        raise ValueError(f"prompt {prompt['prompt_id']}: {error}") from error
+        raise PromptFault(f"prompt {prompt['prompt_id']}: {error}") from error
 
 
 @lru_cache(REFERENCES_MAX)

@@ -123,10 +123,8 @@ class ProcessScorer:
             return "reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"
         except ProcessEnded as error:
             return "reward_crash", str(error)
-        except TooManyLost as error:
-            is_function = self.losses_max is None  # of a model's batch no rollout is known to take too long
-            reason = "reward_timeout" if error.is_late and is_function else "reward_crash"
-            self._given_up = reason, f"given up: {error}"
+        except TooManyLost as error:  # it is broken, and no rollout is to blame
+            self._given_up = "reward_unavailable", f"given up: {error}"
             return self._given_up
         except UserError as error:
             self._given_up = "reward_unavailable", str(error)  # for the other workers: no process is left
@@ -149,7 +147,8 @@ class ProcessScorer:
         fault = self._faults.get(index) or self._given_up
         assert fault is not None, "a rollout was neither asked nor given up"
         message = f"reward {self.name!r} on prompt {self._items[index]['prompt']['prompt_id']}: {fault[1]}"
-        return Score(None, {}, fault[0], message)
+        # a model runs no code on a completion, which could be to blame
+        return Score(None, {}, fault[0] if self.losses_max is None else "reward_unavailable", message)
 
 
 def model(

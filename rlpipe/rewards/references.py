@@ -45,7 +45,7 @@ def references_line(answers: Sequence[str | None]) -> str:
         said.append(f"{len(as_text):,} are compared as text (the first: {_short(as_text[0])})")
     if unread:
         said.append(
-            f"{len(unread):,} cannot be scored, reward_error (the first: {_short(unread[0][0])}: {unread[0][1]})"
+            f"{len(unread):,} cannot be scored, reward_prompt (the first: {_short(unread[0][0])}: {unread[0][1]})"
         )
     num_looked = len(chosen) - len(others) + len(errors)
     if not said and len(errors) == len(others):

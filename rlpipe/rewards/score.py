@@ -10,8 +10,9 @@ from typing import Any, NotRequired, TypedDict, final
 
 from pydantic import ConfigDict
 
+from rlpipe.base.errors import PromptFault
 from rlpipe.base.printable import printable
-from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, user_code
+from rlpipe.processes.user_code import CodeLacks, CodeRaised, InvalidAnswer, user_code
 from rlpipe.records.prompt import Messages, RewardPrompt
 from rlpipe.records.rollout import OutcomeFields, Rollout
 
@@ -89,9 +90,8 @@ class NotScored(TypedDict):
 class Score:
     """A rollout's reward and its parts by name, or the reason why there is none.
 
-    Examples: Score(1.0, {"math": 1.0}, None); Score(None, {}, "reward_timeout"). Reasons:
-    reward_error (raised, or a service refused), reward_timeout, reward_crash (its process died),
-    reward_invalid (no finite number), reward_unavailable (a service is down).
+    Examples: Score(1.0, {"math": 1.0}, None); Score(None, {}, "reward_timeout"). The reasons that
+    begin with `reward_` are in rlpipe/config/faults.py, and docs/faults.md says when each comes.
     """
 
     reward: float | None
@@ -167,7 +167,9 @@ def scored(name: str, weight: float, code: Callable[[], Any]) -> Score:
     except InvalidAnswer as error:
         return Score(None, {}, "reward_invalid", str(error))
     except CodeRaised as error:
-        return Score(None, {}, "reward_error", f"reward {name!r} raised {error}")
+        is_prompt = isinstance(error.__cause__, PromptFault)
+        kind = "unavailable" if isinstance(error, CodeLacks) else "prompt" if is_prompt else "error"
+        return Score(None, {}, f"reward_{kind}", f"reward {name!r} raised {error}")
 
 
 def combined(scores: list[Score]) -> Score:

@@ -14,6 +14,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from rlpipe.base.errors import PromptFault
 from rlpipe.base.hashing import canonical_json
 from rlpipe.records.prompt import RewardPrompt
 
@@ -38,7 +39,7 @@ EVALUATED: dict[str, re.Pattern[str]] = {
 
 
 def score_answer(prompt: RewardPrompt, completion: str) -> float:
-    """The verifier's score of the last `<answer>` of the completion, 0 to 1; ValueError for a
+    """The verifier's score of the last `<answer>` of the completion, 0 to 1; PromptFault for a
     prompt of another source.
 
     Where the verifier would evaluate the answer, one outside EVALUATED's grammar counts as no
@@ -46,7 +47,7 @@ def score_answer(prompt: RewardPrompt, completion: str) -> float:
     """
     made = prompt["metadata"].get("reasoning_gym")
     if made is None:
-        raise ValueError(f"prompt {prompt['prompt_id']}: reward reasoning_gym needs rows of a reasoning_gym source")
+        raise PromptFault(f"prompt {prompt['prompt_id']}: reward reasoning_gym needs rows of a reasoning_gym source")
     entry = made["entry"]
     if isinstance(entry, str):  # Python literals: some verifiers compare tuples
         entry = ast.literal_eval(_literal(entry))

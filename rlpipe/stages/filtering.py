@@ -45,10 +45,8 @@ from rlpipe.store.artifacts import read_records
 
 
 def trainable(group: Group, rl: RlConfig) -> Group:
-    """The rollouts of a group that may be trained: those without a fault, where rollouts with a
-    fault are left out; else all.
-    """
-    return [rollout for rollout in group if not (rl.leaves_out and rollout.reward_fault)]
+    """The rollouts of a group that may be trained: all but those that are left out for a fault."""
+    return [rollout for rollout in group if not rl.leaves_out(rollout.reward_fault)]
 
 
 def kept_groups(session: Session, groups: list[Group]) -> tuple[list[int], dict[int, str]]:

@@ -13,7 +13,9 @@ import numpy as np
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import Metrics
+from rlpipe.config.faults import BY_CAUSE, STOP, cause_of_fault
 from rlpipe.config.passing import passing_reward
+from rlpipe.config.training import RlConfig
 from rlpipe.loop.sampling_round import ScoreKey, Scores
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
@@ -35,11 +37,11 @@ def score_rollouts(
 ) -> list[Rollout]:
     """The rollouts with their rewards, those of `use` (rl or evaluation).
 
-    A rollout that could not be scored gets the fallback, and the reason in `reward_fault`. Scores
-    in `known` are not computed again; new ones are added to it.
+    A rollout that could not be scored gets the reward that `rl.faults` has for it, and the reason
+    in `reward_fault`. Scores in `known` are not computed again; new ones are added to it.
 
-    UserError when there is no fallback (`rl.reward_fallback = none`), or when not a single rollout
-    could be scored.
+    UserError when a fault stops the run by `rl.faults`, or when not a single rollout could be
+    scored.
     """
     pool = session.rewards(use)
     scored = rewarded(session, prompts, rollouts, known, pool)
@@ -51,7 +53,8 @@ def score_rollouts(
         )
         last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
-        if faults.total() == len(rollouts) or session.config.rl.reward_fallback is None:
+        stops = any(session.config.rl.fault_rule(reason) == STOP for reason in faults)
+        if faults.total() == len(rollouts) or stops:
             if session.sampling_round:
                 session.sampling_round.forget_scores()
             raise UserError(
@@ -76,7 +79,7 @@ def _unscored(session: Session, use: str, faults: Counter[str], counts: str) -> 
 def rewarded(
     session: Session, prompts: dict[str, Prompt], rollouts: list[Rollout], known: Scores, pool: RewardPool
 ) -> list[Rollout]:
-    """The rollouts with their scores, or the fallback.
+    """The rollouts with their scores, or the reward of their fault.
 
     Scores in `known` are not computed again; new ones are added to it.
     """
@@ -92,16 +95,13 @@ def rewarded(
     complete = [next(computed) if score is None else score for score in scores]
     assert next(computed, None) is None, "a score was lost"
     known.update(zip(keys, complete, strict=True))
-    fallback = session.config.rl.fault_reward
-    return [
-        replace(
-            rollout,
-            reward=fallback if score.reward is None else score.reward,
-            reward_parts=score.parts,
-            reward_fault=score.reason or "",
-        )
-        for rollout, score in zip(rollouts, complete, strict=True)
-    ]
+    return [_with_score(rollout, score, session.config.rl) for rollout, score in zip(rollouts, complete, strict=True)]
+
+
+def _with_score(rollout: Rollout, score: Score, rl: RlConfig) -> Rollout:
+    fault = score.reason or ""
+    reward = rl.fault_reward(fault) if score.reward is None else score.reward
+    return replace(rollout, reward=reward, reward_parts=score.parts, reward_fault=fault)
 
 
 def _environment_fault(rollout: Rollout) -> Score | None:
@@ -175,15 +175,18 @@ def _place(rollout: Rollout | KeptReward) -> tuple[int, int]:
 
 
 def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) -> Metrics:
-    scored = [rollout for rollout in rollouts if rollout.reward is not None]
-    assert scored, "a round ends when groups have survived it, and these are finished"
-    version = session.run.sampled_by(iteration)
+    """The metrics of a round, over its scored rollouts but those that are left out for a fault."""
+    finished = [rollout for rollout in rollouts if rollout.reward is not None]
+    assert finished, "a round ends when groups have survived it, and these are finished"
+    version, rl = session.run.sampled_by(iteration), session.config.rl
+    scored = [rollout for rollout in finished if not rl.leaves_out(rollout.reward_fault)] or finished
     rewards = np.array([rollout.reward for rollout in scored])
     lengths = np.array([len(rollout.completion_tokens) for rollout in scored])
     if not rewards.any() and lengths.any():
         log.warning("all rewards are zero though completions are not empty: a broken grader is the usual cause")
     parts = [rollout.reward_parts for rollout in scored]
-    faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
+    faults = Counter(rollout.reward_fault for rollout in finished if rollout.reward_fault)
+    causes = Counter(cause_of_fault(reason) for reason in faults.elements())
     return {
         "num_scored": len(scored),
         "rollout/reward_mean": float(rewards.mean()),
@@ -198,6 +201,7 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
             for name in {name for values in parts for name in values}
         },
         **{f"rollout/{name}": value for name, value in environment_metrics(scored).items()},
+        **{f"rollout/faults_{cause}": causes[cause] for cause in BY_CAUSE},
         **{f"rollout/fault_{reason}": count for reason, count in faults.items()},
     }
 
@@ -211,7 +215,7 @@ def over_rounds(rounds: list[Metrics]) -> Metrics:
     for name in {name for metrics in rounds for name in metrics}:
         pairs = [(metrics[name], metrics["num_scored"] / largest) for metrics in rounds if name in metrics]
         values, weights = zip(*pairs, strict=True)
-        if name.startswith("rollout/fault_") or name in ("rollout/num_tokens", "num_scored"):
+        if name.startswith("rollout/fault") or name in ("rollout/num_tokens", "num_scored"):
             merged[name] = sum(values)
         else:
             merged[name] = max(values) if name.endswith("_max") else float(np.average(values, weights=weights))

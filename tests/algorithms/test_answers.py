@@ -93,6 +93,20 @@ def test_the_metrics_of_a_set_by_hand() -> None:
     }
 
 
+def test_rollouts_that_are_left_out_change_nothing_of_the_others() -> None:
+    rewards = {"p": [1.0, 0.0, 1.0, 0.0, 0.0], "q": [0.0, 1.0, 1.0, 1.0, 0.5]}
+    answers = {"p": ["2", "1", "2", "1", "3"], "q": ["x", "y", "y", "y", "z"]}
+    whole = rows_of(rewards, answers, {})
+    fewer = set_metrics(
+        "s", [row for row in whole if (row.prompt_id, row.rollout_index) not in {("p", 4), ("q", 0)}], 1.0
+    )
+    assert fewer["s_greedy"] == 1.0 and fewer["s_pass_at_1"] == 4 / 7
+    assert fewer["s_pass_at_2"] == pytest.approx((1 - 1 / 3 + 1) / 2)  # p: 1 of 3 pairs has no pass
+    # only q has four
+    assert fewer["s_pass_at_4"] == fewer["s_maj_at_4"] == 1.0
+    assert set_metrics("s", [], 1.0) == {}
+
+
 @given(
     st.integers(1, 64), st.lists(st.from_regex(r"[a-z0-9_]{1,6}", fullmatch=True), min_size=1, max_size=4, unique=True)
 )

@@ -51,8 +51,10 @@ def test_every_preset_is_valid_and_can_be_planned(preset: str) -> None:
             r"low=0\.8: is above rl\.pass_rate_high=0\.2",
         ),
         ("rl.estimator=gae", r"rl\.estimator='gae'"),
-        ("rl.reward_fallback=zero", r"^rl\.reward_fallback='zero': use left_out, a finite number, or none$"),
-        ("rl.reward_fallback=nan", r"^rl\.reward_fallback=nan: use left_out, a finite number, or none$"),
+        ("rl.faults=0.0", r"^rl\.faults=0\.0: use a table, such as "),
+        ("rl.faults={policy = nan}", r"^rl\.faults: policy = nan: use a finite number, left_out or stop$"),
+        ("rl.faults={agent_timout = 0.5}", r"^rl\.faults: 'agent_timout' is no cause and no reason: use agent_timeout"),
+        ("rl.reward_fallback=zero", r"^rl\.faults: policy = 'zero': use a finite number, left_out or stop$"),
         ("rl.kl_coef=0.1", "the weight of a KL that is not computed"),
     ],
 )
@@ -149,11 +151,11 @@ def test_an_unknown_preset_lists_the_known(tmp_path: Path) -> None:
 
 def test_overrides_reach_fields_lists_and_named_data_sets() -> None:
     config = read_config(
-        "tiny", ["seed=7", "rl.rewards={math = 0.5}", "data.words.rows_max=77", "rl.reward_fallback=none"], PRESETS
+        "tiny", ["seed=7", "rl.rewards={math = 0.5}", "data.words.rows_max=77", "rl.faults={outside = 'stop'}"], PRESETS
     )
     assert config.seed == 7
     assert config.rl.rewards == {"math": 0.5}
-    assert config.rl.reward_fallback is None
+    assert config.rl.faults == {"policy": 0.0, "outside": "stop"}
     assert [data.use for data in config.data if data.rows_max == 77] == ["rl", "evaluation"]
     assert override_config(config, ["seed=8"]).seed == 8
 

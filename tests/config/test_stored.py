@@ -2,8 +2,9 @@
 their stages are the same bytes.
 
 `run_b8afe6a.json` is the run.json of the preset tiny as commit b8afe6a wrote it, and SETTINGS is
-what its stages/settings.py gave. There `rl.reward_fallback` was 0.0 where it was not given. Today
-it is "left_out" (and `evaluation.pass_threshold` none, which was 1.0), which changes the settings
+what its stages/settings.py gave. There `rl.reward_fallback`, one rule for all faults, was 0.0 where
+it was not given. Today `rl.faults` goes by the cause (and `evaluation.pass_threshold` none, which
+was 1.0), which changes the settings
 of scores, batches and evaluations as it changes what they hold; so does `model.control_tokens`,
 which was not there and is "text". So where settings of then are compared with settings of now, what
 was then is given (AS_THEN). That a run of then goes on with it though its preset does not give it,
@@ -22,6 +23,7 @@ from flows.cli import app
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.base.values import JsonDict
+from rlpipe.config.faults import checked_faults
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import RETIRED, STORED, PipelineConfig, from_stored, stored_tree
 from rlpipe.config.source import change_config, check, override_config, read_config
@@ -99,15 +101,17 @@ def test_a_run_of_older_code_goes_on(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_defaults_it_was_begun_with(tmp_path: Path) -> None:
     store = stored_run(tmp_path)
     config = read_config("tiny", ["run=old", f"store={store.url}"], PRESETS)
-    assert (config.rl.reward_fallback, config.model.control_tokens) == ("left_out", "text")
+    assert (config.rl.faults, config.model.control_tokens) == (checked_faults({}), "text")
     run = create_or_continue(config)
     assert run.config.model.control_tokens == open_existing(store, "old").config.model.control_tokens == "as_written"
-    assert run.config.rl.reward_fallback == 0.0 and settings_of(run.config) == settings_of(
+    assert run.config.rl.faults == {"policy": 0.0, "outside": 0.0} and settings_of(run.config) == settings_of(
         open_existing(store, "old").config
     )
-    with pytest.raises(UserError, match=r"rl\.reward_fallback: 0\.0 -> 'left_out'"):  # one that is given is meant
+    with pytest.raises(
+        UserError, match=r"rl\.faults: .*'outside': 0\.0.* -> .*'outside': 'left_out'"
+    ):  # one that is given is meant
         create_or_continue(
-            read_config("tiny", ["run=old", f"store={store.url}", "rl.reward_fallback=left_out"], PRESETS)
+            read_config("tiny", ["run=old", f"store={store.url}", "rl.faults={outside = 'left_out'}"], PRESETS)
         )
     assert run.config.evaluation.pass_threshold == 1.0 and passing_reward(run.config, "rl") == 1.0
     with pytest.raises(UserError, match=r"evaluation\.pass_threshold: 1\.0 -> 0\.5"):
@@ -120,7 +124,7 @@ def test_a_run_goes_on_with_the_defaults_it_was_begun_with(tmp_path: Path) -> No
     assert (
         newer.config.evaluation.pass_threshold is open_existing(store, "new").config.evaluation.pass_threshold is None
     )
-    assert newer.config.rl.reward_fallback == open_existing(store, "new").config.rl.reward_fallback == "left_out"
+    assert newer.config.rl.faults == open_existing(store, "new").config.rl.faults == checked_faults({})
     assert newer.config.model.control_tokens == open_existing(store, "new").config.model.control_tokens == "text"
 
 

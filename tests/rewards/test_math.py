@@ -146,7 +146,7 @@ def test_what_plan_says_of_references() -> None:
     told = references_line([r"x \equiv 3 \pmod 7", "10:30 am", "42", "Paris", r"\frac{1}{2}"])
     assert told.startswith(
         "of 5 references, 2 are compared as text (the first: 'x \\\\equiv 3 \\\\pmod 7') and 1 cannot be scored, "
-        "reward_error"
+        "reward_prompt"
     )
     assert "'Paris': math-verify finds no formula or number" in told
     assert references_line(["7"] * 100_000) == ""

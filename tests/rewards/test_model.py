@@ -151,7 +151,7 @@ def test_a_process_that_hangs_is_replaced_a_bounded_number_of_times(
 ) -> None:
     name = f"hf:{folder}"
     items = [item(str(number)) for number in range(5)]
-    for losses_max, reasons in ((8, [None] * 5), (1, ["reward_crash"] * 5)):
+    for losses_max, reasons in ((8, [None] * 5), (1, ["reward_unavailable"] * 5)):
         monkeypatch.setattr(process_module, "LOSSES_MAX", losses_max)
         with RewardPool({name: 1.0}, {name: {"batch_size": 2}}, workers=1, timeout_s=SHORT_S) as pool:
             os.killpg(pid_of(pool), signal.SIGSTOP)

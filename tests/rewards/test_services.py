@@ -149,9 +149,9 @@ async def test_remote_gives_the_reward_and_its_weight(remote: dict[str, Any]) ->
 
 async def test_every_misbehaviour_has_its_reason_and_harms_no_other(remote: dict[str, Any]) -> None:
     bad = {
-        "hang": "reward_timeout", "trickle": "reward_timeout", "trickle headers": "reward_timeout",
+        "hang": "reward_unavailable", "trickle": "reward_unavailable", "trickle headers": "reward_unavailable",
         "500": "reward_unavailable", "drop": "reward_unavailable",
-        "400": "reward_error", "redirect": "reward_error",
+        "400": "reward_error", "redirect": "reward_unavailable",
     } | dict.fromkeys(
         ["nan", "inf", "null", "text", "list", "empty", "garbage", "no key", "binary", "huge integer",
          "brackets", "endless"], "reward_invalid"
@@ -190,7 +190,7 @@ async def test_a_service_that_is_down_is_asked_a_bounded_number_of_times(monkeyp
 async def test_a_service_that_hangs_is_given_up(remote: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "FAILURES_MAX", 2)
     scores, _ = await scored({"remote": 1.0}, remote, *["hang"] * 500, timeout_s=0.3)  # short: none is answered
-    assert {score.reason for score in scores} == {"reward_timeout", "reward_unavailable"}
+    assert {score.reason for score in scores} == {"reward_unavailable"}
     assert calls["hang"] < 40  # 16 at a time
 
 
@@ -400,7 +400,7 @@ async def test_a_judge_that_is_down_hangs_or_recovers(serve: Serve) -> None:
         {"judge": 1.0}, {"judge": {**JUDGE, "url": await serve(recover)}}, "x", "hang", timeout_s=SHORT_S
     )
     assert [score.reward for score in scores] == [1.0, None]
-    assert scores[1].reason == "reward_timeout"
+    assert scores[1].reason == "reward_unavailable"
     scores, _ = await scored({"judge": 1.0}, {"judge": {**JUDGE, "url": f"http://127.0.0.1:{free_port()}/v1"}}, "x")
     assert scores[0].reason == "reward_unavailable"
 

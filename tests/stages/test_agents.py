@@ -33,7 +33,7 @@ from rlpipe.store.artifacts import read_manifest, read_records
 from rlpipe.store.audit import unreferenced
 from rlpipe.store.opening import create_or_continue
 from tests.agent_world import tokenizer_in
-from tests.deadlines import until_async
+from tests.deadlines import SHORT_S, until_async
 from tests.paths import PRESETS
 from tests.rows import ROLLOUTS, SCORES, read_rows, rollout
 
@@ -44,6 +44,8 @@ import json, pathlib, time, urllib.request
 
 def agent(prompt, client):
     """Asks {NUM_CALLS} times, going on each time; where the file `hang` is, it hangs before the last one."""
+    if prompt["answer"] == "silent":
+        time.sleep(600)
     messages = [{{"role": "system", "content": "be brief"}}, *prompt["messages"]]
     for number in range({NUM_CALLS}):
         if number == {NUM_CALLS - 1} and pathlib.Path("hang").exists():
@@ -55,6 +57,8 @@ def agent(prompt, client):
         request = urllib.request.Request(client["base_url"] + "/chat/completions", body, headers)
         message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
         messages += [message, {{"role": "user", "content": f"go on {{number}}"}}]
+    if prompt["answer"] == "hang":
+        time.sleep(600)
     if prompt["answer"] == "fail":
         raise KeyError("gone")
     return {{"reward": len(message["content"]), "metrics": {{"seen": 3}}}}
@@ -68,6 +72,7 @@ class SeededPool:
     tokenizer: ChatTokenizer
     version: int = 0
     heard_at: float = 0.0
+    num_lost: int = 0
     groups: list[GroupRequest] = field(default_factory=list)
 
     async def generate(self, groups: list[GroupRequest], enough: asyncio.Event) -> list[list[Completion]]:
@@ -213,6 +218,28 @@ async def test_an_agent_that_fails_everywhere_ends_the_run(folder: Path) -> None
     with pytest.raises(UserError, match=r"rl\.agent='three_calls:agent' has answered no rollout") as error:
         await sampled(session)
     assert "agent_error" in str(error.value)
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_lost", "reason"),
+    [("silent", 0, "agent_silent"), ("hang", 0, "agent_timeout"), ("hang", 1, "agent_unavailable")],
+)
+async def test_the_policy_may_cause_a_timeout_unless_it_said_nothing_or_an_engine_was_lost(
+    folder: Path, answers: str, num_lost: int, reason: str
+) -> None:
+    session = made_session(folder, "store", f"rl.agent_timeout_s={3 * SHORT_S}", "rl.num_prompts=1", answers=answers)
+    pool: Any = session.pool
+    player: Any = session.player
+    play = player.agents.run
+
+    async def run(rollout: Any, prompt: Any) -> Any:
+        pool.num_lost += num_lost  # while it is played
+        return await play(rollout, prompt)
+
+    player.agents.run = run
+    with pytest.raises(UserError, match=rf"\{{'{reason}': 2\}}"):  # all of them
+        await sampled(session)
     await session.close()
 
 

@@ -34,7 +34,7 @@ ENDED = {"finish_reason": "stop", "environment": ""}
 def made(index: int, reward: float, length: int, fault: bool) -> Rollout:
     ones = [1] * length
     row = {"group_index": index, "completion_tokens": ones, "loss_mask": ones, "reward": reward, **ENDED}
-    return rollout(row | {"reward_fault": "timeout" if fault else ""})
+    return rollout(row | {"reward_fault": "reward_unavailable" if fault else ""})
 
 
 @pytest.mark.slow
@@ -59,7 +59,9 @@ def test_the_others_have_the_advantages_of_the_group_without_it(
     ]
     told = with_advantages([one for group in with_faults for one in trainable(group, rl)], estimator, 0.9)
     assert [one.advantage for one in told] == [one.advantage for one in with_advantages(without, estimator, 0.9)]
-    assert all(trainable(group, RlConfig(reward_fallback=fallback)) == group for group in with_faults)
+    assert all(
+        trainable(group, RlConfig(faults={"policy": fallback, "outside": fallback})) == group for group in with_faults
+    )
 
 
 def faulty_world(folder: Path, *sets: str) -> World:
@@ -108,8 +110,8 @@ async def test_a_group_of_which_too_little_is_left_is_dropped_with_that_reason(
     assert told["rollout/groups_kept"] == sum(count >= size_min for count in left) > 0
 
 
-async def test_a_number_as_fallback_counts_as_it_did(tmp_path: Path) -> None:
-    world = faulty_world(tmp_path, "rl.filters={}", "rl.reward_fallback=0.0", "rl.estimator=dr_grpo")
+async def test_a_number_is_a_reward_like_any_other(tmp_path: Path) -> None:
+    world = faulty_world(tmp_path, "rl.filters={}", "rl.faults={policy = 0.0, outside = 0.0}", "rl.estimator=dr_grpo")
     told = await world.iterate(0)
     batch = world.rows(0, "batch/round-0", "batch.parquet", BATCH)
     assert told["rollout/num_left_out"] == 0 and len(batch) == len(scores_of(world, 0)) == 48

@@ -251,7 +251,7 @@ def check_iteration(world: World, iteration: int, told: JsonDict, carried_before
     trained = world.rows(iteration, f"batch/round-{last}", "batch.parquet", BATCH)
     carried = world.rows(iteration, f"batch/round-{last}", "carried.parquet", CARRIED)
     handed = {row["group_index"] for row in carried}
-    left_out = [row for row in scored if row["reward_fault"] and rl.leaves_out and row["group_index"] not in handed]
+    left_out = [row for row in scored if rl.leaves_out(row["reward_fault"]) and row["group_index"] not in handed]
     filtered = [row for row in scored if str(row["group_index"]) in told["dropped"] and row not in left_out]
     going_on = [row for row in rollouts if row["group_index"] in handed]
     check_surplus(world, told, trained, grouped(rollouts), handed)

@@ -54,12 +54,12 @@ def test_a_reward_is_a_function_of_prompt_completion_and_facts(tmp_path: Path) -
 def test_a_fault_has_the_fallback_or_stops_the_run(tmp_path: Path) -> None:
     rows = [row("x", environment='{"reward": 1.0, "fault": ""}'), row("y")]
     rewards = ("rl.rewards={environment = 1.0}", "rl.environment=calculator")
-    told = scored(tmp_path / "one", rows, *rewards, "rl.reward_fallback=-1.0")
+    told = scored(tmp_path / "one", rows, *rewards, "rl.faults={policy = -1.0, outside = -1.0}")
     assert [(one.reward, one.reward_fault) for one in told] == [(1.0, ""), (-1.0, "reward_error")]
     with pytest.raises(
         UserError, match=r"1 of 2 rollouts could not be scored .*no environment gave.*what was sampled is kept"
     ):
-        scored(tmp_path / "two", rows, *rewards, "rl.reward_fallback=none")
+        scored(tmp_path / "two", rows, *rewards, "rl.faults={policy = 'stop', outside = 'stop'}")
 
 
 def test_a_service_that_is_down_for_all_stops_the_run_whatever_the_fallback(

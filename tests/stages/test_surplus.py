@@ -98,7 +98,7 @@ async def test_what_waits_does_not_pile_up(tmp_path: Path) -> None:
 
 async def test_surplus_of_a_last_round_is_dropped_where_nothing_is_over_sampled(tmp_path: Path) -> None:
     sets = ["rl.rounds_max=3", "rl.groups_min=5", "rl.filters={nonzero_std = 0.0}"]
-    first, told = await run_of(tmp_path / "one", 3, PlayedPool(Random(1)), *sets)
+    first, told = await run_of(tmp_path / "one", 8, PlayedPool(Random(1)), *sets)
     assert max(metrics["rollout/rounds"] for metrics in told) > 1
     assert {metrics["rollout/groups_kept"] for metrics in told} == {5}
     assert sum(metrics.get("rollout/groups_dropped_surplus", 0) for metrics in told) > 0

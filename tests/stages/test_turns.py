@@ -308,7 +308,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest_asyncio.fixture
 async def session(folder: Path) -> AsyncIterator[Session]:
     made = made_session(
-        folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}", "rl.reward_fallback=-1"
+        folder, Random(1), "rl.environment=fickle:Fickle", "rl.environment_args={fails = 3}", "rl.faults={policy = -1}"
     )
     yield made
     await made.close()
@@ -497,21 +497,21 @@ async def test_a_start_that_takes_too_long_is_tried_once_more(folder: Path) -> N
 
 async def test_without_a_fallback_a_fault_ends_the_run_before_the_shard_is_committed(folder: Path) -> None:
     path = "rl.environment=fickle:Fickle"
-    session = made_session(folder, Random(1), path, "rl.environment_args={fails = 3}", "rl.reward_fallback=none")
+    session = made_session(folder, Random(1), path, "rl.environment_args={fails = 3}", "rl.faults={policy = 'stop'}")
     with pytest.raises(UserError, match=r"of 12 rollouts had a fault .*environment_error"):
         await sampled(session)
     assert session.run.artifact("rl", 0, "rollouts/round-0/shard-000") is None
     await session.close()
 
 
-async def test_an_environment_that_asks_something_else_later_is_invalid(session: Any) -> None:
+async def test_an_environment_that_asks_something_else_later_is_not_the_policy_s_fault(session: Any) -> None:
     prompts = await sample_prompts(session, iteration=0, round_index=0, before=None)
     for worker in session.player.environments._workers:
         worker.code.hello["path"] = "fickle:Other"
         keeper = worker._process.keeper
         psutil.Process(keeper.pid).children()[0].kill()
         wait_for_end(keeper)
-    with pytest.raises(UserError, match="'environment_invalid': "):
+    with pytest.raises(UserError, match="'environment_unavailable': "):
         await generate(session, iteration=0, round_index=0, shard=0, prompts=prompts.ref, policy=POLICY)
 
 

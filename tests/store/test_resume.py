@@ -81,7 +81,7 @@ def test_a_start_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_run_of_older_code_resumes_with_what_it_was_begun_with(tmp_path: Path) -> None:
     store = stored_run(tmp_path, trainer={"port": 4040, "job_timeout_s": 60.0})
     config = override_config(last_started(store, "old"), [f'store="{store.url}"', "rl.num_iterations=99"])
-    assert config.rl.reward_fallback == 0.0
+    assert config.rl.faults == {"policy": 0.0, "outside": 0.0}
     assert create_or_continue(config).config == config
 
 

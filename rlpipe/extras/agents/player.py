@@ -62,7 +62,7 @@ class AgentPlayer(Player):
         """One rollout, from the start of its agent to its end. `place`: the index of its group, and
         its own in the group.
         """
-        outcome, fault = AgentOutcome(), ""
+        outcome, fault, num_lost = AgentOutcome(), "", self.parts.pool.num_lost
         try:
             outcome = await self.agents.run(rollout, prompt.for_reward())
             if outcome.reward is None and not rollout.limit and "environment" in self.parts.rl.rewards:
@@ -71,7 +71,7 @@ class AgentPlayer(Player):
                 raise AgentFault("agent_silent", "it ended before a call of it was answered")
         except AgentFault as error:
             if not (rollout.limit and error.reason == "agent_error"):  # a refused call may be why it failed
-                fault = error.reason
+                fault = _reason_of(error, rollout, self.parts.pool.num_lost > num_lost)
                 log.warning("rl.agent, prompt %s: %s: %s", prompt.prompt_id, fault, error)
         if rollout.failure is not None:
             raise rollout.failure
@@ -79,6 +79,15 @@ class AgentPlayer(Player):
 
     async def close(self) -> None:
         await self.agents.close()
+
+
+def _reason_of(fault: AgentFault, rollout: AgentRollout, engine_was_lost: bool) -> str:
+    """The reason of a fault: agent_silent where the policy had said nothing yet, and
+    agent_unavailable where it ran out of time while an engine was lost.
+    """
+    if rollout.conversation.last is None and not rollout.limit:
+        return "agent_silent"
+    return "agent_unavailable" if fault.reason == "agent_timeout" and engine_was_lost else fault.reason
 
 
 def played_by(

@@ -22,10 +22,7 @@ MODULE = "rlpipe.extras.agents.worker"
 
 
 class AgentFault(PlayFault):
-    """Raised when an agent failed its rollout.
-
-    Reasons: agent_error, _timeout, _crash (it was killed, twice), _invalid, _silent.
-    """
+    """Raised when an agent failed its rollout, for a reason of docs/faults.md."""
 
 
 @dataclass(frozen=True)

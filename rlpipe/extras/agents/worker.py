@@ -26,7 +26,7 @@ from typing import Any, TypedDict, final
 from rlpipe.base.errors import UserError
 from rlpipe.processes.answers import checked_numbers
 from rlpipe.processes.kernel import kill_descendants, seclude
-from rlpipe.processes.user_code import CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
+from rlpipe.processes.user_code import CodeLacks, CodeRaised, InvalidAnswer, Loaded, load_function, serve, user_code
 from rlpipe.records.prompt import RewardPrompt
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -36,6 +36,7 @@ TAIL_BYTES = 1 << 16  # that are kept of each of its outputs; the line of its ou
 # what is read at a time, and after its end: pipes hold 1 MiB at most
 CHUNK_BYTES, REST_BYTES_MAX = 1 << 16, 4 << 20
 END_POLL_S = 0.05
+AWAY_CODES = (os.EX_UNAVAILABLE, os.EX_TEMPFAIL)  # 69, 75: a service is away, in sysexits.h
 
 
 class AgentHello(TypedDict):
@@ -131,7 +132,8 @@ def run(argv: list[str], request: AgentRequest) -> AgentAnswer:
     if process.returncode < 0:
         return {"signal": signal.Signals(-process.returncode).name}
     if process.returncode:
-        return {"reason": "agent_error", "message": f"exit code {process.returncode}: {errors.strip()[-TAIL_CHARS:]}"}
+        reason = "agent_unavailable" if process.returncode in AWAY_CODES else "agent_error"
+        return {"reason": reason, "message": f"exit code {process.returncode}: {errors.strip()[-TAIL_CHARS:]}"}
     return outcome_of(last_line(output))
 
 
@@ -183,7 +185,8 @@ def call(function: Callable[..., Any], request: AgentRequest) -> AgentAnswer:
                 value = asyncio.run(value)
             said = json.loads(json.dumps(value))
     except CodeRaised as error:
-        return {"reason": "agent_error", "message": str(error)}
+        reason = "agent_unavailable" if isinstance(error, CodeLacks) else "agent_error"
+        return {"reason": reason, "message": str(error)}
     return outcome_of(said)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from rlpipe.base.errors import UserError
+from rlpipe.base.errors import PromptFault, UserError
 from rlpipe.extras.code_sandbox import runner
 from rlpipe.extras.code_sandbox.confinement import ProgramLimits
 from rlpipe.extras.code_sandbox.fences import blocks
@@ -73,8 +73,8 @@ def code(
     rl.reward_timeout_s. `memory_mb` is for each process, `processes` counts threads too, `files_mb`
     bounds what is written. Of more than `tests_max` tests, those with the longest inputs are made.
     `python`: the interpreter, with the packages that programs may import; rlpipe's own by default.
-    ValueError when total_s makes no sense, or no program can be run here; the reward raises it for
-    a prompt without tests.
+    ValueError when total_s makes no sense, or no program can be run here. The reward raises
+    PromptFault for a prompt without tests.
     """
     if total_s < time_s:
         raise ValueError(f"total_s={total_s:g} is below time_s={time_s:g}; one test may take time_s")
@@ -112,7 +112,7 @@ def _passes(test: CodeTest, outcome: runner.Outcome, prompt: RewardPrompt) -> bo
 
 
 def read_tests(prompt: RewardPrompt) -> list[CodeTest]:
-    """The prompt's tests; ValueError when it has none, or their form is not known."""
+    """The prompt's tests; PromptFault when it has none, or their form is not known."""
     metadata = prompt["metadata"]
     entry_point = metadata.get("entry_point") or _function_name(metadata) or _only_function(prompt)
     try:
@@ -124,13 +124,13 @@ def read_tests(prompt: RewardPrompt) -> list[CodeTest]:
         raw = next((metadata[name] for name in FIELDS if metadata.get(name)), prompt["answer"])
         tests = _read(_parsed(raw), _function_name(metadata), entry_point)
     except runner.NoAssertion as error:
-        raise ValueError(f"prompt {prompt['prompt_id']}: {error}") from error
+        raise PromptFault(f"prompt {prompt['prompt_id']}: {error}") from error
     except UNREADABLE as error:
-        raise ValueError(
+        raise PromptFault(
             f"prompt {prompt['prompt_id']}: its tests cannot be read ({error!r}); known forms: {FORMS}"
         ) from error
     if not tests:
-        raise ValueError(
+        raise PromptFault(
             f"prompt {prompt['prompt_id']} has no tests; they belong into its answer or metadata, as {FORMS}"
         )
     return tests

@@ -41,8 +41,8 @@ HEARING = {"AssertionError", "Exception", "BaseException"}
 SETUPS = ("setup_class", "setup_method")  # of pytest's classes
 
 
-class SandboxError(RuntimeError):
-    """Raised when the sandbox itself failed, which says nothing about the program."""
+class SandboxError(ConnectionError):
+    """Raised when the sandbox itself failed, which says nothing about the program: it is away."""
 
 
 @dataclass(frozen=True)

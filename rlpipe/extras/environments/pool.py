@@ -32,10 +32,7 @@ NAMED = {"calculator": "rlpipe.extras.environments.calculator:Calculator"}
 
 
 class EnvironmentFault(PlayFault):
-    """Raised when an environment ends its rollout with a fault.
-
-    Reasons: environment_error, _timeout, _total_timeout, _crash (its process died), _invalid.
-    """
+    """Raised when an environment ends its rollout with a fault, for a reason of docs/faults.md."""
 
 
 class EnvironmentPool:

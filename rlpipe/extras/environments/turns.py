@@ -122,7 +122,8 @@ class Turns:
     def _check_start(self) -> None:
         """EnvironmentFault when the environment began otherwise than it did for the prompt."""
         if self._tokenizer.encode_prompt(self.environment.start_messages or []) != self.prompt_tokens:
-            raise EnvironmentFault("environment_invalid", "start gave other messages than when the prompt was sampled")
+            message = "start gave other messages than when the prompt was sampled"
+            raise EnvironmentFault("environment_unavailable", message)
 
     def _end(self, reason: str) -> None:
         self.completion = replace(self.completion, finish_reason=reason)

@@ -44,6 +44,7 @@ from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
 from rlpipe.processes.user_code import (
     ORPHAN_GRACE_S,
+    CodeLacks,
     CodeRaised,
     InvalidAnswer,
     greeted,
@@ -57,12 +58,19 @@ PROMPT_ROLES = ["system", "user", "assistant", "tool"]
 T = TypeVar("T")
 
 
+class NotAgain(Exception):
+    """Raised when an environment is not made again as it was made before: no completion is to
+    blame.
+    """
+
+
 class TookTooLong(Exception):
     """Raised when a call of a method takes longer than allowed."""
 
 
 REASONS: dict[type[BaseException], str] = {
-    InvalidAnswer: "environment_invalid", CodeRaised: "environment_error", TookTooLong: "environment_timeout"
+    InvalidAnswer: "environment_invalid", CodeRaised: "environment_error", TookTooLong: "environment_timeout",
+    CodeLacks: "environment_unavailable", NotAgain: "environment_unavailable",
 }  # fmt: skip
 
 
@@ -170,16 +178,17 @@ class Home:
             print(f"rl.environment: close: {error}", flush=True)  # to the log: the rollout has its outcome
 
     async def _answered(self, number: int, request: PlayRequest) -> Played:
-        loop, call_s = asyncio.get_running_loop(), request["call_s"]
+        loop = asyncio.get_running_loop()
         played: Played = {"start_messages": None, "step": None, "took_s": 0.0}
         if (prompt := request["prompt"]) is not None:
-            said = await in_time(lambda: self._start(number, prompt), self._checked_start, call_s)
-            played["start_messages"] = same_again("start", said, request["start_messages"])
+            try:
+                played["start_messages"] = await self._made(number, prompt, request)
+            except (*REASONS,) as error:
+                if request["completion"] is None:
+                    raise
+                raise NotAgain(f"it cannot be made again: {error}") from error
         assert number in self._held, "the owner knows which environments this process holds"
         environment = self._held[number]
-        for completion, before in request["history"]:
-            again = await in_time(lambda text=completion: environment.step(text), self._checked_step, call_s)
-            same_again("step", again.messages, before)
         began_s = loop.time()
         if (completion := request["completion"]) is not None:
             step = await in_time(lambda: environment.step(completion), self._checked_step, request["step_s"])
@@ -191,6 +200,19 @@ class Home:
             }
         played["took_s"] = loop.time() - began_s
         return played
+
+    async def _made(self, number: int, prompt: RewardPrompt, request: PlayRequest) -> list[Message]:
+        """The first messages of an environment that is made here, and has answered the history of
+        the request again.
+        """
+        call_s = request["call_s"]
+        said = await in_time(lambda: self._start(number, prompt), self._checked_start, call_s)
+        messages = same_again("start", said, request["start_messages"])
+        environment = self._held[number]
+        for completion, before in request["history"]:
+            again = await in_time(lambda text=completion: environment.step(text), self._checked_step, call_s)
+            same_again("step", again.messages, before)
+        return messages
 
     def _start(self, number: int, prompt: RewardPrompt) -> Any:
         environment = self._held[number] = self.make()

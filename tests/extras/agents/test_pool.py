@@ -41,6 +41,7 @@ def ask(text, base_url=None, api_key=None):
 def behave(what):
     if what == "raise": raise KeyError("gone")
     if what == "exit": sys.exit(3)
+    if what == "away": raise ConnectionRefusedError("the search is down")
     if what == "sleep": pathlib.Path("asleep").touch(); time.sleep(600)
     while what == "refused":
         with contextlib.suppress(urllib.error.HTTPError):
@@ -60,14 +61,17 @@ async def agent(prompt, client):
 if __name__ == "__main__":
     prompt = json.load(sys.stdin)
     print("said", ask(prompt["prompt_id"]))
-    outcome = behave(prompt["answer"])
+    try:
+        outcome = behave(prompt["answer"])
+    except ConnectionError:
+        sys.exit(os.EX_TEMPFAIL)
     if outcome is not None:
         print(json.dumps(outcome))
 '''  # noqa: E501
 SLEPT_S = 3 * SHORT_S  # what an agent gets that sleeps: an interpreter starts in it
 COMMAND, FUNCTION = "python an_agent.py", "an_agent:agent"
 BAD = {"raise": "agent_error", "exit": "agent_error", "sleep": "agent_timeout",
-       "kill": "agent_crash", "nan": "agent_invalid",
+       "away": "agent_unavailable", "kill": "agent_crash", "nan": "agent_invalid",
        "text": "agent_invalid", "metric": "agent_invalid"}  # fmt: skip
 
 

@@ -305,5 +305,5 @@ def test_by_name() -> None:
         scores = pool.score(
             [{"prompt": given, "completion": block(ADD), "rollout": {}} for given in (prompt(SUM), prompt(None))]
         )
-    assert [(score.reward, score.reason) for score in scores] == [(1.0, None), (None, "reward_error")]
+    assert [(score.reward, score.reason) for score in scores] == [(1.0, None), (None, "reward_prompt")]
     assert pool.last_error is not None and "has no tests" in pool.last_error

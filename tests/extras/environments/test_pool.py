@@ -181,14 +181,14 @@ async def test_a_process_that_is_killed_from_outside_costs_nothing(pool: Environ
         os.kill(pid, signal.SIGKILL)
     assert [await environment.step("b") for environment in environments[:2]] == [say("time 2")] * 2
     # these had said their pid, and say another one when they are told it all again
-    assert [await reason(environment.step("b")) for environment in environments[2:]] == ["environment_invalid"] * 2
+    assert [await reason(environment.step("b")) for environment in environments[2:]] == ["environment_unavailable"] * 2
 
 
 async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPool) -> None:
     environment = pool.open(prompt("pid"))
     (message,) = await environment.start()
     os.kill(int(message["content"]), signal.SIGKILL)
-    assert await reason(environment.step("a")) == "environment_invalid"
+    assert await reason(environment.step("a")) == "environment_unavailable"
 
 
 @pytest.mark.slow

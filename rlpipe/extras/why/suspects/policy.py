@@ -38,7 +38,7 @@ FIRST = 2  # iterations whose policy was made by the first updates
 # of an iteration's updates: more is not seen for long in healthy runs (docs/why.md)
 FAR_KL, FAR_CLIPPED = 0.02, 0.1
 # other suspects name these
-MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.reward_fallback")
+MECHANISMS = ("rl.completion_tokens_max", "rl.rewards", "rl.reward_args", "rl.faults")
 
 Scale = Callable[[np.ndarray], np.ndarray]
 

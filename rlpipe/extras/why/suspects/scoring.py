@@ -8,39 +8,43 @@ from collections import Counter
 
 import numpy as np
 
+from rlpipe.config.faults import OUTSIDE, POLICY, cause_of_fault
 from rlpipe.extras.why.around import Around
-from rlpipe.extras.why.changes import within_correlation
+from rlpipe.extras.why.changes import NO_SHIFT, within_correlation
 from rlpipe.extras.why.suspects.finding import Finding, Findings, WhatIf, as_toml, from_to, rows_to_show
 from rlpipe.records.rollout import WORLD_FAULTS
 from rlpipe.rewards.score import gives
 
+CAUSED = {POLICY: "which the policy may cause", OUTSIDE: "from outside"}
 PART_MIN = 0.05  # smallest shift of a part that is named, of its spread
 
 
 def faults(around: Around) -> Findings:
-    """More rollouts that could not be scored, or whose environment failed."""
-    if not around.fault_R.any():
-        return
-    shift = around.shift_of(around.fault_R)
-    if shift.size <= 0:
-        return
-    lost = _mean(around.reward_R[around.fault_R]) - _mean(around.reward_R[~around.fault_R])
-    counts = Counter(
-        rollout.reward_fault for rollout, after in zip(around.rollouts, around.after_R, strict=True) if after
-    )
-    reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common() if reason)
-    usual = max(counts, key=lambda reason: counts[reason] if reason else -1)
-    kind = usual.partition("_")[0] if usual.startswith(WORLD_FAULTS) else "reward"
-    ok_before, ok_after = around.means(np.where(around.fault_R, np.nan, around.reward_R))
-    yield Finding(
-        f"{kind}_faults",
-        f"rollouts with a fault of the {kind}: {shift.before:.1%} -> {shift.after:.1%}",
-        shift,
-        shift.size * lost,
-        [f"from {around.at} on: {reasons}", f"reward of the rollouts without a fault: {from_to(ok_before, ok_after)}"],
-        rows_to_show(around, around.fault_R),
-        proof=WhatIf(around.at, [], "score") if kind == "reward" else None,
-    )
+    """More rollouts that could not be scored, or whose environment or agent failed: by a cause that
+    is the policy's, or from outside.
+    """
+    for cause, by in CAUSED.items():
+        fault_R = np.array([bool(r.reward_fault) and cause_of_fault(r.reward_fault) == cause for r in around.rollouts])
+        shift = around.shift_of(fault_R) if fault_R.any() else NO_SHIFT
+        if shift.size <= 0:
+            continue
+        lost = _mean(around.reward_R[fault_R]) - _mean(around.reward_R[~around.fault_R])
+        counts = Counter(around.rollouts[index].reward_fault for index in np.flatnonzero(fault_R & around.after_R))
+        usual, _ = counts.most_common(1)[0]
+        kind = usual.partition("_")[0] if usual.startswith(WORLD_FAULTS) else "reward"
+        ok = from_to(*around.means(np.where(around.fault_R, np.nan, around.reward_R)))
+        yield Finding(
+            f"{kind}_faults",
+            f"rollouts with a fault of the {kind}, {by}: {shift.before:.1%} -> {shift.after:.1%}",
+            shift,
+            shift.size * lost,
+            [
+                f"from {around.at} on: {', '.join(f'{reason} {count}' for reason, count in counts.most_common())}",
+                f"reward of the rollouts without a fault: {ok}",
+            ],
+            rows_to_show(around, fault_R),
+            proof=WhatIf(around.at, [], "score") if kind == "reward" else None,
+        )
 
 
 def reward_settings(around: Around) -> Findings:
