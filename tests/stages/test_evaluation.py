@@ -39,6 +39,14 @@ OWN = [
 AS_RL = ["rl.rewards={length = 1.0}", "rl.reward_args={length = {max = 3}}", "rl.top_p=0.8"]
 
 
+JUDGED = """
+def judge(prompt, completion):
+    if prompt["prompt_id"] == "1":
+        raise ConnectionError("the judge is away")
+    return 1.0
+"""
+
+
 def config(tmp_path: Path, *sets: str) -> PipelineConfig:
     small = ["sft.num_steps=0", "data.words.rows_max=60", "evaluation.prompts_max=2"]
     return read_config("tiny", ["run=a", f"store=file://{tmp_path}/store", "tracking.uri=", *small, *sets], PRESETS)
@@ -103,6 +111,15 @@ async def test_one_without_settings_is_sampled_and_scored_as_rl(tmp_path: Path) 
     assert {(one.max_new_tokens, one.top_p) for group in pool.groups for one in group.params} == {(16, 0.8)}
     assert [one.temperature for one in pool.groups[0].params] == [0.0, 1.0, 1.0]
     assert result.metrics["words_pass_at_1"] == 1.0  # the length is right
+
+
+async def test_a_service_that_is_away_lowers_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judged.py").write_text(JUDGED)
+    monkeypatch.chdir(tmp_path)
+    _, result, _ = await evaluated(tmp_path, 'rl.rewards={"judged:judge" = 1.0}')
+    assert (result.metrics["words_pass_at_1"], result.metrics["words_fault_reward_unavailable"]) == (1.0, 3)
+    _, result, _ = await evaluated(tmp_path / "scored", 'rl.rewards={"judged:judge" = 1.0}', "rl.faults={outside = 0}")
+    assert result.metrics["words_pass_at_1"] == 0.5
 
 
 def test_own_settings_are_named_and_rl_s_settings_do_not_matter_then(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rlpipe.config.source import read_config
 from rlpipe.extras.why.suspects.policy import mismatch, reference
+from rlpipe.extras.why.suspects.scoring import faults
 from rlpipe.extras.why.verdict import SUSPECTS, judge
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.kinds import Span
@@ -62,6 +63,12 @@ def failed(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
     return replace(rollout, **fault) if zlib.crc32(prompt.prompt_id.encode()) % 5 < 2 else rollout
 
 
+def failed_both_ways(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
+    number = zlib.crc32(prompt.prompt_id.encode()) % 5
+    reason = "agent_timeout" if number < 2 else "agent_unavailable" if number == 2 else ""
+    return replace(rollout, reward=0.0, reward_parts={}, reward_fault=reason) if reason else rollout
+
+
 def cut(rng: random.Random, rollout: Rollout, prompt: Prompt) -> Rollout:
     if len(rollout.completion_tokens) <= 20:
         return rollout
@@ -98,6 +105,15 @@ def test_what_was_planted_is_named_first(name: str, seed: int, run: Run) -> None
         (finding.title, verdict.share(finding), finding.shift) for finding in verdict.findings
     ]
     assert len(verdict.findings[0].rows) == 3 and verdict.findings[0].evidence
+
+
+def test_a_rise_of_faults_is_named_by_its_cause(run: Run) -> None:
+    by_policy, outside = faults(around(run, 1, Planted(after=failed_both_ways)))
+    assert by_policy.suspect == outside.suspect == "agent_faults"
+    assert "the policy may cause: 0.0% -> " in by_policy.title and "from outside: 0.0% -> " in outside.title
+    assert by_policy.evidence[0].startswith("from 6 on: agent_timeout ")
+    assert outside.evidence[0].startswith("from 6 on: agent_unavailable ")
+    assert {*by_policy.rows}.isdisjoint(outside.rows)
 
 
 def test_a_stale_engine_is_shown_by_the_rollouts_whose_tokens_are_furthest_apart(run: Run) -> None:
