@@ -243,7 +243,8 @@ def write_pass_rates(
     threshold = passing_reward(session.config, "rl")
     shares: list[tuple[str, float]] = []
     for group in groups:
-        scored = [rollout for rollout in group if not rollout.reward_fault]  # a rollout without a score says nothing
+        # one that is left out says nothing
+        scored = [rollout for rollout in group if not session.config.rl.leaves_out(rollout.reward_fault)]
         if scored:
             shares.append(
                 (group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored])))

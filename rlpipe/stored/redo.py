@@ -22,7 +22,7 @@ SHOWN = (
     "rollout/groups_",
     "rollout/num_trained",
     "rollout/num_branch",
-    "rollout/fault_",
+    "rollout/fault",
     "train/",
 )
 
@@ -43,9 +43,9 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
         # fields that are in the settings only where they matter: here where they do in either
         old, new = (artifact_settings(one, "rl", kind, judged_by=(parent, config)) for one in (parent, config))
         differ = [
-            f"{name} cannot change ({old[name]!r} -> {new[name]!r})"
-            for name in old
-            if name not in history and old[name] != new[name]
+            f"{name} cannot change ({old.get(name)!r} -> {new.get(name)!r})"
+            for name in {**old, **new}  # a rule for all faults has the name that older runs had
+            if name not in history and old.get(name) != new.get(name)
         ]
         if differ:
             anew = f"fork without --redo (rlpipe fork {run.name} --at {at - 1} ...)" if at else "start another run"

@@ -60,6 +60,15 @@ def test_what_the_shared_stages_depend_on_may_not(run: Run, redo: str, override:
         check_redo(run, 3, override_config(run.config, ["run=b", override]), redo)
 
 
+def test_a_rule_for_all_faults_and_one_by_cause_have_other_names_in_the_settings(run: Run) -> None:
+    older = Run(run.store, override_config(run.config, ["rl.faults={policy = 0.5, outside = 0.5}"]))
+    by_cause = override_config(older.config, ["rl.faults={policy = 0.5}"])
+    check_redo(older, 3, by_cause, "score")
+    with pytest.raises(UserError, match=r"shares scores, so rl\.reward_fallback cannot change \(0\.5 -> None\)"):
+        check_redo(older, 3, by_cause, "filter")
+    check_redo(older, 3, older.config, "filter")
+
+
 def test_what_an_older_version_sampled_is_not_trained_uncorrected(run: Run) -> None:
     parent = Run(run.store, override_config(run.config, ["rl.overlap=iteration"]))
     for redo in ("score", "filter", "train"):
