@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from flows.cli_extras import sql, view, why
+from flows.cli_search import search_command
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
 from flows.printing import echo, echo_all, fail
@@ -56,7 +57,9 @@ class Commands(TyperGroup):
             raise
         except KeyboardInterrupt as stop:
             goes_on = (
-                "; the same command goes on where it was" if ctx.invoked_subcommand in ("run", "resume", "fork") else ""
+                "; the same command goes on where it was"
+                if ctx.invoked_subcommand in ("run", "resume", "fork", "search")
+                else ""
             )
             fail(RuntimeError(f"stopped{goes_on}"), 143 if isinstance(stop, Terminated) else 130)
         except UserError as error:
@@ -78,7 +81,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="SFT and RL that lose nothing.",
 )
-for name, command in (("run", run_command), ("resume", resume_command), ("fork", fork_command)):
+for name, command in (
+    ("run", run_command),
+    ("resume", resume_command),
+    ("fork", fork_command),
+    ("search", search_command),
+):
     app.command(name)(command)
 
 Delete = Annotated[bool, typer.Option("--delete", help="delete these files; by default they are only listed")]

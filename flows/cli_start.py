@@ -11,9 +11,10 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -41,6 +42,8 @@ from rlpipe.store.run_record import last_started, record_key
 if TYPE_CHECKING:
     from flows.ui import RunReport
 
+Result = TypeVar("Result")
+Started = Callable[[], Coroutine[Any, Any, Result]]
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
 TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
@@ -193,11 +196,27 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
 
 def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:
     """The result of the pipeline, and the database of Prefect's UI, where it is ours."""
+
+    def pipeline() -> Started[RunReport]:
+        from flows.post_train import post_train
+
+        return lambda: post_train(config=config)
+
+    return on_server(config, early, pipeline)
+
+
+def on_server(
+    config: PipelineConfig, early: EarlyServer, load: Callable[[], Started[Result]]
+) -> tuple[Result, Path | None]:
+    """The result of a flow, and the database of Prefect's UI, where it is ours. `load`: imports the
+    flow, and returns what starts it.
+    """
     with lasting_objects():
         from prefect.settings import PREFECT_API_URL
 
-        from flows.post_train import post_train
         from flows.terminal import log_to
+
+        started = load()
 
     logs, configured, database = work_dir_of(config), PREFECT_API_URL.value(), own_database(config)
     log_to(logs)
@@ -211,10 +230,10 @@ def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | 
         page = f"{url.removesuffix('/api')}{'' if PREFECT_API_URL.value() == configured else ' (until the run ends)'}"
         echo(f"run {config.run}: store {config.store}, logs {logs}, Prefect UI {page}")
         try:
-            return run_flow(post_train(config=config)), database
+            return run_flow(started()), database
         except CommittedLate as late:
             echo(f"rlpipe: {late}", err=True)
-            return run_flow(post_train(config=config)), database
+            return run_flow(started()), database
 
 
 def look_commands(config: PipelineConfig, database: Path | None) -> list[str]:

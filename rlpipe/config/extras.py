@@ -32,6 +32,7 @@ COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
+    "search": Extra(f"{ROOM}.search.halving:Search"),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }
 ENGINES = {  # SGLang is in the core

@@ -1,0 +1,80 @@
+"""The command `rlpipe search`: a search over forks of a run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from flows.cli_services import STORE, StoreUrl, checked_store
+from flows.cli_start import Started, iteration_of, on_server
+from flows.early_server import server_beside
+from flows.printing import echo
+from flows.server import set_defaults
+from rlpipe.base.errors import UserError
+from rlpipe.config.extras import COMMANDS, opened
+from rlpipe.store.forks import way_to_resume
+from rlpipe.store.opening import open_existing
+
+COMMA = re.compile(r",(?![^\[{]*[\]}])")  # between two values, and not inside of a list or a table
+Vary = Annotated[
+    list[str],
+    typer.Option("--vary", metavar="A.B=C,D", help="a field and the values to try; several: each combination"),
+]
+Rungs = Annotated[str, typer.Option(metavar="N,M", help="iterations after K at which candidates are compared")]
+Keep = Annotated[float, typer.Option(help="the share of candidates that goes on after a comparison")]
+By = Annotated[str, typer.Option(metavar="METRIC", help="of evaluations, such as evaluation/words_pass_at_1")]
+
+
+def search_command(
+    run: str,
+    at: Annotated[str, typer.Option(metavar="K|sft", help="the newest iteration that all candidates share")],
+    vary: Vary,
+    by: By,
+    rungs: Rungs = "5,10,20",
+    keep: Keep = 0.5,
+    name: Annotated[str | None, typer.Option(help="of the search, and of its forks; by default RUN-search")] = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Find the best settings for a run by successive halving over its forks.
+
+    All are trained to the first rung, the better half to the second, and so on. The same command
+    goes on with a search that was killed.
+    """
+    set_defaults()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    parent = open_existing(checked_store(store), run)
+    numbers = [_whole(entry) for entry in rungs.split(",")]
+    make: Any = opened(COMMANDS["search"], "search")
+    plan = make(name or f"{run}-search", run, iteration_of(at), dict(map(varied, vary)), numbers, keep, by)
+    plan.check(parent)
+
+    def load() -> Started[str]:
+        from flows.search import search
+
+        return lambda: search(plan.name, run, plan.at, plan.vary, plan.rungs, keep, by, store)
+
+    config = parent.config.model_copy(update={"run": plan.name, "store": store})
+    with server_beside(config) as early:
+        winner, _ = on_server(config, early, load)
+    echo(
+        f"\nsearch {plan.name}: the winner is run {winner} ({', '.join(plan.candidates[winner])}). For more iterations:"
+        f" {way_to_resume(config.model_copy(update={'run': winner}))} --set rl.num_iterations=N"
+    )
+
+
+def varied(entry: str) -> tuple[str, list[str]]:
+    """The field and the values of a `--vary`; UserError where it has none."""
+    field, equals, values = entry.partition("=")
+    if not (field.strip() and equals and values.strip()):
+        raise UserError(f"--vary {entry}: write it as rl.learning_rate=1e-4,2e-4")
+    return field.strip(), [value.strip() for value in COMMA.split(values)]
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise UserError(f"--rungs {text!r}: name numbers of iterations, such as 5,10,20")
+    return int(text)
