@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
+from rlpipe.chat_api.chat import ChatRequest, as_text
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion
-from rlpipe.extras.agents.chat import ChatRequest, as_text
 from rlpipe.records.prompt import Message, Messages, Tool
 
 

@@ -54,9 +54,17 @@ class Routes:
     Runs on the event loop. Two keys: the API key samples, the admin key controls.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: protocol.ModelLimits, api_key: str, admin_api_key: str) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: protocol.ModelLimits,
+        api_key: str,
+        admin_api_key: str,
+        stream_s: float = STREAM_S,
+    ) -> None:
         self.scheduler = scheduler
         self.limits = limits
+        self.stream_s = stream_s
         self._api_key = api_key
         self._admin_api_key = admin_api_key
         self._tokenizer_path = scheduler.model.folder
@@ -120,7 +128,7 @@ class Routes:
         try:
             await self._ask(lambda: self.scheduler.submit(call))
             if call.stream:
-                return await _stream(request, call, ended)
+                return await _stream(request, call, ended, self.stream_s)
             await asyncio.wrap_future(call.answered)
         except (asyncio.CancelledError, ConnectionError):
             self.scheduler.ask(lambda: self.scheduler.abort_jobs(call.jobs))
@@ -245,16 +253,16 @@ class Wake:
         self._is_sent = False
 
 
-async def _stream(request: web.Request, call: protocol.Call, ended: Wake) -> web.StreamResponse:
+async def _stream(request: web.Request, call: protocol.Call, ended: Wake, stream_s: float) -> web.StreamResponse:
     """Server-sent events: each job as soon as it ends, and the new tokens of the others every
-    `STREAM_S`.
+    `stream_s`.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     num_said: dict[protocol.SamplingJob, int] = {}
     while not all(num_said.get(job) == -1 for job in call.jobs):
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), STREAM_S)
+            await asyncio.wait_for(ended.wait(), stream_s)
         ended.clear()
         events = "".join(f"data: {json.dumps(event)}\n\n" for event in protocol.news(call, num_said))
         if events:
@@ -284,6 +292,9 @@ def main(
     requests_max: Annotated[int, typer.Option(help="Requests that come at once; fewer make a step faster.")] = 128,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model computes.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Number type of the forward pass.")] = "float32",
+    stream_s: Annotated[
+        float, typer.Option(min=0.01, envvar="RLPIPE_STREAM_S", help="Seconds between the tokens of a stream.")
+    ] = STREAM_S,
 ) -> None:
     """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until
     SIGTERM or SIGINT. Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment.
@@ -319,7 +330,7 @@ def main(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.excepthook = end_process
     settle_heap()
-    asyncio.run(_serve(Scheduler(model, weight_version, threads), limits, host, port))
+    asyncio.run(_serve(Scheduler(model, weight_version, threads), limits, host, port, stream_s))
 
 
 def end_process(fault: threading.ExceptHookArgs) -> None:
@@ -330,10 +341,11 @@ def end_process(fault: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, port: int) -> None:
+async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, port: int, stream_s: float) -> None:
     thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
     thread.start()
-    routes = Routes(scheduler, limits, os.environ.get("RLPIPE_API_KEY", ""), os.environ.get("RLPIPE_ADMIN_API_KEY", ""))
+    keys = (os.environ.get("RLPIPE_API_KEY", ""), os.environ.get("RLPIPE_ADMIN_API_KEY", ""))
+    routes = Routes(scheduler, limits, *keys, stream_s)
     runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
