@@ -19,6 +19,7 @@ from typing import Any
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
 from rlpipe.records import messages as reading
 from rlpipe.records.prompt import CalledFunction, Message, Messages, Tool, ToolCall, is_text
@@ -107,6 +108,18 @@ def read_request(body: Any, refused: tuple[str, ...] = REFUSED, why: str = TRAIN
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
     )
+
+
+def encoded_prompt(tokenizer: ChatTokenizer, request: ChatRequest, tokens_max: int) -> list[int]:
+    """The tokens of a conversation from its beginning, up to the head of the reply. UserError when
+    the chat template refuses it; TooLong when it has more than `tokens_max` tokens.
+    """
+    tokenizer = tokenizer.with_tools(request.tools) if request.tools else tokenizer
+    messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
+    tokens = tokenizer.encode_prompt(messages, tokens_max)
+    if not tokens:
+        raise UserError("the chat template writes nothing of the conversation, so nothing can follow it")
+    return tokens
 
 
 def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:

@@ -102,7 +102,7 @@ class OpenAiWire:
             {
                 "index": index,
                 "message": on_the_wire(message),
-                "finish_reason": _finish_reason(sampled, message),
+                "finish_reason": finish_reason_of(sampled, message),
                 "logprobs": self.logprobs(call, sampled),
             }
             for index, (message, sampled) in enumerate(zip(answer.messages, answer.sampled, strict=True))
@@ -115,20 +115,9 @@ class OpenAiWire:
         """
         first = head(call.model, CHUNK)
         for index, (message, sampled) in enumerate(zip(answer.messages, answer.sampled, strict=True)):
-            yield event({**first, "choices": [delta(index, _in_parts(message), self.logprobs(call, sampled))]})
-            yield event({**first, "choices": [delta(index, {}, None, _finish_reason(sampled, message))]})
+            yield event({**first, "choices": [delta(index, in_parts(message), self.logprobs(call, sampled))]})
+            yield event({**first, "choices": [delta(index, {}, None, finish_reason_of(sampled, message))]})
         yield from self.end(call, first, answer)
-
-    def rest(
-        self, call: ChatRequest, first: OpenAiHead, index: int, answer: GivenReplies, num_tokens: int, said: str
-    ) -> Iterator[str]:
-        """Yields what is left of a choice of which `said` and its first `num_tokens` tokens were sent while
-        it was sampled: the rest of its text, its tool calls, its `finish_reason`.
-        """
-        message, sampled = answer.messages[index], answer.sampled[index]
-        left = {**message, "content": message["content"][len(said) :]}
-        yield event({**first, "choices": [delta(index, _in_parts(left), self.logprobs(call, sampled, num_tokens))]})
-        yield event({**first, "choices": [delta(index, {}, None, _finish_reason(sampled, message))]})
 
     def end(self, call: ChatRequest, first: OpenAiHead, answer: GivenReplies) -> Iterator[str]:
         """Yields the usage of a stream, where the request wants it, and its end."""
@@ -181,12 +170,13 @@ def usage(answer: GivenReplies) -> OpenAiUsage:
     return {"prompt_tokens": context, "completion_tokens": num_sampled, "total_tokens": context + num_sampled}
 
 
-def _in_parts(message: Message) -> Message:
+def in_parts(message: Message) -> Message:
     """A message on the wire with its tool calls numbered, as a stream has them."""
     said = on_the_wire(message)
     calls = [{"index": number, **call} for number, call in enumerate(said.get("tool_calls", []))]
     return {**said, **({"tool_calls": calls} if calls else {})}
 
 
-def _finish_reason(sampled: Completion, message: Message) -> str:
+def finish_reason_of(sampled: Completion, message: Message) -> str:
+    """The reason why a choice ended, as OpenAI names it."""
     return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason
