@@ -292,9 +292,6 @@ def main(
     requests_max: Annotated[int, typer.Option(help="Requests that come at once; fewer make a step faster.")] = 128,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model computes.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Number type of the forward pass.")] = "float32",
-    stream_s: Annotated[
-        float, typer.Option(min=0.01, envvar="RLPIPE_STREAM_S", help="Seconds between the tokens of a stream.")
-    ] = STREAM_S,
 ) -> None:
     """Serves a model over SGLang's HTTP protocol with rlpipe's own engine on transformers, until
     SIGTERM or SIGINT. Keys come from RLPIPE_API_KEY and RLPIPE_ADMIN_API_KEY of the environment.
@@ -330,7 +327,7 @@ def main(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.excepthook = end_process
     settle_heap()
-    asyncio.run(_serve(Scheduler(model, weight_version, threads), limits, host, port, stream_s))
+    asyncio.run(_serve(Scheduler(model, weight_version, threads), limits, host, port))
 
 
 def end_process(fault: threading.ExceptHookArgs) -> None:
@@ -341,11 +338,12 @@ def end_process(fault: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, port: int, stream_s: float) -> None:
+async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, port: int) -> None:
     thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
     thread.start()
     keys = (os.environ.get("RLPIPE_API_KEY", ""), os.environ.get("RLPIPE_ADMIN_API_KEY", ""))
-    routes = Routes(scheduler, limits, *keys, stream_s)
+    # whoever serves people wants tokens as they come (rlpipe/extras/serve/policy.py)
+    routes = Routes(scheduler, limits, *keys, float(os.environ.get("RLPIPE_STREAM_S", STREAM_S)))
     runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
