@@ -32,6 +32,7 @@ COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
+    "export": Extra(f"{ROOM}.serve.card:write_card"),
     "serve": Extra(f"{ROOM}.serve.server:serve_policy"),
     "chat": Extra(f"{ROOM}.serve.talk:talk"),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
