@@ -15,7 +15,7 @@ from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.extras.serve.policy import ServedPolicy
-from rlpipe.extras.serve.server import PolicyServer
+from rlpipe.extras.serve.server import SHUTDOWN_S, PolicyServer
 from tests.paths import ROOT
 
 
@@ -65,7 +65,9 @@ def policy_of(pool: TalkingPool) -> ServedPolicy:
 @asynccontextmanager
 async def address_of(pool: TalkingPool, key: str = "") -> AsyncIterator[str]:
     """The base URL of a server in front of the pool."""
-    runner = web.AppRunner(PolicyServer(policy_of(pool), key).app, handler_cancellation=True, shutdown_timeout=2)
+    runner = web.AppRunner(
+        PolicyServer(policy_of(pool), key).app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rlpipe.base.errors import UserError
 from rlpipe.chat_api.chat import (
@@ -36,8 +36,8 @@ from rlpipe.chat_api.openai_wire import (
 )
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion
-from rlpipe.extras.serve.asked import REFUSED, UNABLE, Settings, check_model, read_settings, too_long
 from rlpipe.extras.serve.policy import ServedPolicy, Spoken
+from rlpipe.extras.serve.settings import REFUSED, UNABLE, Settings, check_model, read_settings, too_long
 from rlpipe.records.prompt import Message, is_text
 
 PROMPTS_MAX = 1024  # of one request
@@ -45,7 +45,7 @@ TEXT_TOKENS_MAX = 16  # of a completion that gives no limit, as at OpenAI
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """A request that was read. `chat`: its fields that are common to both routes."""
 
     prompts: list[list[int]]
@@ -64,7 +64,7 @@ class Asked:
 
 
 @dataclass
-class Sent:
+class SentPart:
     """What was sent of a choice while it is sampled: its text so far, and the number of tokens
     whose logprobs were.
     """
@@ -74,27 +74,6 @@ class Sent:
     num_tokens: int = 0
 
 
-class Route(Protocol):
-    """How a request is read and answered."""
-
-    # ChatRefused when the request is not one that can be answered
-    def read(self, body: Any) -> Asked: ...
-
-    def whole(self, asked: Asked, spoken: list[Spoken]) -> object: ...
-
-    # the fields of every event of a stream
-    def head(self) -> OpenAiHead: ...
-
-    # an event with new text of a choice, and the logprobs of its new tokens
-    def part(self, asked: Asked, first: OpenAiHead, sent: Sent, text: str, so_far: Completion) -> str: ...
-
-    # the events with what is left of a choice
-    def rest(self, asked: Asked, first: OpenAiHead, sent: Sent, spoken: Spoken) -> Iterator[str]: ...
-
-    # the last events
-    def end(self, asked: Asked, first: OpenAiHead, spoken: list[Spoken]) -> Iterator[str]: ...
-
-
 @dataclass(frozen=True)
 class ChatRoute:
     """POST /v1/chat/completions."""
@@ -102,7 +81,8 @@ class ChatRoute:
     policy: ServedPolicy
     wire: OpenAiWire
 
-    def read(self, body: Any) -> Asked:
+    def read(self, body: Any) -> Wanted:
+        """The request in a body; ChatRefused when it cannot be answered."""
         chat = read_request(body, REFUSED, UNABLE)
         check_model(body, self.policy)
         settings = read_settings(body, chat.tokens_max, self.policy)
@@ -112,38 +92,42 @@ class ChatRoute:
             raise too_long(self.policy) from error
         except UserError as error:
             raise ChatRefused(400, str(error), "chat_template", "messages") from error
-        return Asked([prompt], settings, chat)
+        return Wanted([prompt], settings, chat)
 
     def head(self) -> OpenAiHead:
+        """The fields of every event of a stream."""
         return head(self.policy.name, CHUNK)
 
-    def whole(self, asked: Asked, spoken: list[Spoken]) -> object:
-        return {**self.wire.whole(asked.chat, _replies(asked, spoken)), "model": self.policy.name}
+    def whole(self, wanted: Wanted, spoken: list[Spoken]) -> object:
+        return {**self.wire.whole(wanted.chat, _replies(wanted, spoken)), "model": self.policy.name}
 
-    def part(self, asked: Asked, first: OpenAiHead, sent: Sent, text: str, so_far: Completion) -> str:
+    def part(self, wanted: Wanted, first: OpenAiHead, sent: SentPart, text: str, so_far: Completion) -> str:
+        """An event with new text of a choice, and the logprobs of its new tokens."""
         message: Message = {**({} if sent.text else {"role": "assistant"}), "content": text}
-        logprobs = self.wire.logprobs(asked.chat, so_far, sent.num_tokens) if asked.streams_logprobs else None
+        logprobs = self.wire.logprobs(wanted.chat, so_far, sent.num_tokens) if wanted.streams_logprobs else None
         return event({**first, "choices": [delta(sent.index, message, logprobs)]})
 
-    def rest(self, asked: Asked, first: OpenAiHead, sent: Sent, spoken: Spoken) -> Iterator[str]:
-        message, sampled = _replies(asked, [spoken]).messages[0], spoken.completion
+    def rest(self, wanted: Wanted, first: OpenAiHead, sent: SentPart, spoken: Spoken) -> Iterator[str]:
+        """The events with what is left of a choice."""
+        message, sampled = _replies(wanted, [spoken]).messages[0], spoken.completion
         left = in_parts({**message, "content": message["content"][len(sent.text) :]})
         if sent.text:
             del left["role"]  # clients join the parts of a field
         if not sent.text or left["content"] or sent.num_tokens < len(sampled.tokens):
-            logprobs = self.wire.logprobs(asked.chat, sampled, sent.num_tokens)
+            logprobs = self.wire.logprobs(wanted.chat, sampled, sent.num_tokens)
             yield event({**first, "choices": [delta(sent.index, left, logprobs)]})
         reason = finish_reason_of(sampled, message)
         yield event({**first, "choices": [delta(sent.index, {}, None, reason)]})
 
-    def end(self, asked: Asked, first: OpenAiHead, spoken: list[Spoken]) -> Iterator[str]:
-        return self.wire.end(asked.chat, first, _replies(asked, spoken))
+    def end(self, wanted: Wanted, first: OpenAiHead, spoken: list[Spoken]) -> Iterator[str]:
+        """The last events of a stream."""
+        return self.wire.end(wanted.chat, first, _replies(wanted, spoken))
 
 
-def _replies(asked: Asked, spoken: list[Spoken]) -> GivenReplies:
+def _replies(wanted: Wanted, spoken: list[Spoken]) -> GivenReplies:
     """The choices of a call with their messages; the context is that of all its prompts."""
-    messages = [assistant_message(one.text, asked.chat, lambda _: f"call_{secrets.token_hex(8)}") for one in spoken]
-    return GivenReplies(messages, [one.completion for one in spoken], sum(map(len, asked.prompts)))
+    messages = [assistant_message(one.text, wanted.chat, lambda _: f"call_{secrets.token_hex(8)}") for one in spoken]
+    return GivenReplies(messages, [one.completion for one in spoken], sum(map(len, wanted.prompts)))
 
 
 class TextLogprobs(TypedDict):
@@ -177,7 +161,7 @@ class TextRoute:
 
     policy: ServedPolicy
 
-    def read(self, body: Any) -> Asked:
+    def read(self, body: Any) -> Wanted:
         body = checked_body(body, {"stream_options": dict})
         for name in REFUSED:
             if body.get(name):
@@ -196,7 +180,7 @@ class TextRoute:
             self.policy.name, [], [], False, settings.num_choices, limit, has_logprobs, bool(body.get("stream")),
             wants_usage,
         )  # fmt: skip
-        return Asked([self._encoded(prompt) for prompt in _prompts(body.get("prompt"))], settings, chat)
+        return Wanted([self._encoded(prompt) for prompt in _prompts(body.get("prompt"))], settings, chat)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self.policy.tokenizer
@@ -212,32 +196,32 @@ class TextRoute:
     def head(self) -> OpenAiHead:
         return head(self.policy.name, "text_completion", "cmpl")
 
-    def whole(self, asked: Asked, spoken: list[Spoken]) -> object:
+    def whole(self, wanted: Wanted, spoken: list[Spoken]) -> object:
         choices = [
-            self._choice(asked, index, one.text, one.completion, 0, one.completion.finish_reason)
+            self._choice(wanted, index, one.text, one.completion, 0, one.completion.finish_reason)
             for index, one in enumerate(spoken)
         ]
-        return TextCompletion(**self.head(), choices=choices, usage=usage(_replies(asked, spoken)))
+        return TextCompletion(**self.head(), choices=choices, usage=usage(_replies(wanted, spoken)))
 
-    def part(self, asked: Asked, first: OpenAiHead, sent: Sent, text: str, so_far: Completion) -> str:
-        begin = sent.num_tokens if asked.streams_logprobs else len(so_far.tokens)
-        return _event(first, self._choice(asked, sent.index, text, so_far, begin, None))
+    def part(self, wanted: Wanted, first: OpenAiHead, sent: SentPart, text: str, so_far: Completion) -> str:
+        begin = sent.num_tokens if wanted.streams_logprobs else len(so_far.tokens)
+        return _event(first, self._choice(wanted, sent.index, text, so_far, begin, None))
 
-    def rest(self, asked: Asked, first: OpenAiHead, sent: Sent, spoken: Spoken) -> Iterator[str]:
+    def rest(self, wanted: Wanted, first: OpenAiHead, sent: SentPart, spoken: Spoken) -> Iterator[str]:
         text, sampled = spoken.text[len(sent.text) :], spoken.completion
-        yield _event(first, self._choice(asked, sent.index, text, sampled, sent.num_tokens, sampled.finish_reason))
+        yield _event(first, self._choice(wanted, sent.index, text, sampled, sent.num_tokens, sampled.finish_reason))
 
-    def end(self, asked: Asked, first: OpenAiHead, spoken: list[Spoken]) -> Iterator[str]:
-        if asked.chat.with_usage:
-            yield _data(TextCompletion(**first, choices=[], usage=usage(_replies(asked, spoken))))
+    def end(self, wanted: Wanted, first: OpenAiHead, spoken: list[Spoken]) -> Iterator[str]:
+        if wanted.chat.with_usage:
+            yield _data(TextCompletion(**first, choices=[], usage=usage(_replies(wanted, spoken))))
         yield DONE
 
     def _choice(
-        self, asked: Asked, index: int, text: str, sampled: Completion, begin: int, reason: str | None
+        self, wanted: Wanted, index: int, text: str, sampled: Completion, begin: int, reason: str | None
     ) -> TextChoice:
         """A choice with the logprobs of its tokens from `begin` on."""
         logprobs: TextLogprobs | None = None
-        if asked.chat.with_logprobs:
+        if wanted.chat.with_logprobs:
             pieces = [piece.decode(errors="replace") for piece in self.policy.tokenizer.token_bytes(sampled.tokens)]
             offsets = [*itertools.accumulate(map(len, pieces), initial=0)][:-1]
             numbers = [known(logprob) for logprob in sampled.rollout_logprobs[begin:]]
@@ -267,3 +251,6 @@ def _event(first: OpenAiHead, choice: TextChoice) -> str:
 
 def _data(body: TextCompletion) -> str:
     return f"data: {json_text(body)}\n\n"
+
+
+Route = ChatRoute | TextRoute

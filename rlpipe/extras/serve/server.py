@@ -20,9 +20,9 @@ from rlpipe.chat_api.chat import ChatRefused, json_text
 from rlpipe.chat_api.openai_wire import OpenAiWire
 from rlpipe.config.secrecy import key_fits
 from rlpipe.engines.client import Completion, RequestRefused
-from rlpipe.extras.serve.asked import too_long
 from rlpipe.extras.serve.policy import ServedPolicy, Spoken, served
-from rlpipe.extras.serve.routes import Asked, ChatRoute, Route, Sent, TextRoute
+from rlpipe.extras.serve.routes import ChatRoute, Route, SentPart, TextRoute, Wanted
+from rlpipe.extras.serve.settings import too_long
 from rlpipe.records.messages import strict_json
 from rlpipe.services.registration import LOOPBACK
 from rlpipe.store.run import Run
@@ -54,6 +54,8 @@ class PolicyServer:
         try:
             if request.path != "/health" and not key_fits(request.headers.get("Authorization", ""), self._key):
                 raise ChatRefused(401, f"the API key is not that of {KEY_VARIABLE}", "invalid_api_key")
+            if not self._key and request.url.host not in LOOPBACK:  # a page of another site (DNS rebinding)
+                raise ChatRefused(403, f"without {KEY_VARIABLE} the host must be 127.0.0.1 or localhost", "wrong_host")
             return await handler(request)
         except ChatRefused as error:
             refused = error
@@ -74,24 +76,24 @@ class PolicyServer:
             body = strict_json(await request.read())
         except (ValueError, RecursionError, web.RequestPayloadError) as error:
             raise ChatRefused(400, f"the body is no JSON: {error}", "invalid_json") from error
-        asked = await asyncio.to_thread(route.read, body)
-        if any(self._policy.room(prompt) <= 0 for prompt in asked.prompts):
+        wanted = await asyncio.to_thread(route.read, body)
+        if any(self._policy.room(prompt) <= 0 for prompt in wanted.prompts):
             raise too_long(self._policy)
-        if len(asked.prompts) * asked.settings.num_choices > SAMPLING_MAX:
+        if len(wanted.prompts) * wanted.settings.num_choices > SAMPLING_MAX:
             raise ChatRefused(400, f"n: at most {SAMPLING_MAX} completions in one request", "unsupported", "n")
-        if asked.chat.stream:
-            return await self._stream(route, request, asked)
-        return _json(route.whole(asked, await self._spoken(asked, None)))
+        if wanted.chat.stream:
+            return await self._stream(route, request, wanted)
+        return _json(route.whole(wanted, await self._spoken(wanted, None)))
 
-    async def _spoken(self, asked: Asked, news: asyncio.Queue[News] | None) -> list[Spoken]:
+    async def _spoken(self, wanted: Wanted, news: asyncio.Queue[News] | None) -> list[Spoken]:
         """Samples all choices, prompt by prompt. ChatRefused when the engines fail or refuse."""
-        settings, tasks = asked.settings, list[asyncio.Task[Spoken]]()
+        settings, tasks = wanted.settings, list[asyncio.Task[Spoken]]()
         try:
             async with asyncio.TaskGroup() as group:
-                for prompt in asked.prompts:
+                for prompt in wanted.prompts:
                     for index in range(settings.num_choices):
                         params, place = settings.of_choice(index, self._policy.room(prompt)), len(tasks)
-                        hear = None if news is None or not asked.streams_text else _telling(news, place)
+                        hear = None if news is None or not wanted.streams_text else _telling(news, place)
                         tasks.append(group.create_task(self._policy.say(prompt, params, settings.stops, hear)))
         except* RequestRefused as refusals:
             raise ChatRefused(400, f"the engine refused: {refusals.exceptions[0]}", "engine_refused") from refusals
@@ -99,9 +101,9 @@ class PolicyServer:
             raise ChatRefused(503, f"no engine answers: {failures.exceptions[0]}", "engine_lost") from failures
         return [task.result() for task in tasks]
 
-    async def _stream(self, route: Route, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _stream(self, route: Route, request: web.Request, wanted: Wanted) -> web.StreamResponse:
         news = asyncio.Queue[News]()
-        answering = asyncio.create_task(self._spoken(asked, news))
+        answering = asyncio.create_task(self._spoken(wanted, news))
         answering.add_done_callback(lambda _: news.put_nowait(None))
         try:
             first = await news.get()
@@ -110,7 +112,7 @@ class PolicyServer:
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             with contextlib.suppress(ConnectionError):  # it has hung up
                 await answer.prepare(request)
-                async for event in self._events(route, asked, first, news, answering):
+                async for event in self._events(route, wanted, first, news, answering):
                     await answer.write(event.encode())
                 await answer.write_eof()
             return answer
@@ -119,17 +121,20 @@ class PolicyServer:
             await asyncio.gather(answering, return_exceptions=True)
 
     async def _events(
-        self, route: Route, asked: Asked, one: News, news: asyncio.Queue[News], answering: asyncio.Task[list[Spoken]]
+        self, route: Route, wanted: Wanted, one: News, news: asyncio.Queue[News], answering: asyncio.Task[list[Spoken]]
     ) -> AsyncIterator[str]:
         """The events of a stream that begins with the news `one`."""
-        head, sent = route.head(), [Sent(index) for index in range(len(asked.prompts) * asked.settings.num_choices)]
+        head, sent = (
+            route.head(),
+            [SentPart(index) for index in range(len(wanted.prompts) * wanted.settings.num_choices)],
+        )
         while one is not None:
             index, text, so_far = one
             of = sent[index]
             # an engine that takes over may say what was sent already, or not all of it
             if text.startswith(of.text) and len(text) > len(of.text):
-                yield route.part(asked, head, of, text[len(of.text) :], so_far)
-                of.text, of.num_tokens = text, len(so_far.tokens) if asked.streams_logprobs else 0
+                yield route.part(wanted, head, of, text[len(of.text) :], so_far)
+                of.text, of.num_tokens = text, len(so_far.tokens) if wanted.streams_logprobs else 0
             one = await news.get()
         try:
             spoken = answering.result()
@@ -137,9 +142,9 @@ class PolicyServer:
             yield f"data: {json_text(self._wire.error(error))}\n\n"
             return
         for of, said in zip(sent, spoken, strict=True):
-            for event in route.rest(asked, head, of, said):
+            for event in route.rest(wanted, head, of, said):
                 yield event
-        for event in route.end(asked, head, spoken):
+        for event in route.end(wanted, head, spoken):
             yield event
 
 

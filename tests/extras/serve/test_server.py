@@ -234,6 +234,10 @@ async def test_the_key_is_asked_for_where_there_is_one(pool: TalkingPool, monkey
         assert isinstance(refused.value.body, dict) and refused.value.body["code"] == "invalid_api_key"
         with pytest.raises(openai.NotFoundError):
             await client.post("/embeddings", body={}, cast_to=object)
+    async with address_of(pool) as url, aiohttp.ClientSession() as session:
+        for host, status in (("localhost", 200), ("evil.example", 403), ("", 403)):
+            async with session.get(f"{url}/models", headers={"Host": host}) as answer:
+                assert answer.status == status
     monkeypatch.delenv("RLPIPE_SERVE_KEY", raising=False)
     assert serve_key("127.0.0.1") == ""
     with pytest.raises(UserError, match=r"--host 0.0.0.0: .* set RLPIPE_SERVE_KEY"):
