@@ -17,6 +17,7 @@ from rlpipe.base.seeds import rollout_seed
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import NOTHING_YET, Completion, Sampling
+from rlpipe.engines.commands import check_python
 from rlpipe.engines.fleet import Host
 from rlpipe.engines.host import EngineHost
 from rlpipe.engines.pool import EnginePool, GroupRequest
@@ -127,6 +128,7 @@ async def served(run: Run, version: int | None) -> AsyncIterator[ServedPolicy]:
     policy, _ = await asyncio.to_thread(run.policy, number)
     if await asyncio.to_thread(is_pruned, run.store, policy.folder):
         raise UserError(f"version {number} of run {run.name} was pruned; `rlpipe show {run.name}` says which were kept")
+    await asyncio.to_thread(check_python, run.config.engines)
     raise_file_limit()
     engines = run.config.engines
     quick = engines.model_copy(
