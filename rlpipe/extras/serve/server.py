@@ -95,10 +95,13 @@ class PolicyServer:
                         params, place = settings.of_choice(index, self._policy.room(prompt)), len(tasks)
                         hear = None if news is None or not wanted.streams_text else _telling(news, place)
                         tasks.append(group.create_task(self._policy.say(prompt, params, settings.stops, hear)))
-        except* RequestRefused as refusals:
-            raise ChatRefused(400, f"the engine refused: {refusals.exceptions[0]}", "engine_refused") from refusals
-        except* EngineError as failures:
-            raise ChatRefused(503, f"no engine answers: {failures.exceptions[0]}", "engine_lost") from failures
+        except ExceptionGroup as failures:  # those of all choices are alike: one is enough
+            fault = failures.exceptions[0]
+            if isinstance(fault, RequestRefused):
+                raise ChatRefused(400, f"the engine refused: {fault}", "engine_refused") from fault
+            if isinstance(fault, EngineError):
+                raise ChatRefused(503, f"no engine answers: {fault}", "engine_lost") from fault
+            raise
         return [task.result() for task in tasks]
 
     async def _stream(self, route: Route, request: web.Request, wanted: Wanted) -> web.StreamResponse:
@@ -124,10 +127,8 @@ class PolicyServer:
         self, route: Route, wanted: Wanted, one: News, news: asyncio.Queue[News], answering: asyncio.Task[list[Spoken]]
     ) -> AsyncIterator[str]:
         """The events of a stream that begins with the news `one`."""
-        head, sent = (
-            route.head(),
-            [SentPart(index) for index in range(len(wanted.prompts) * wanted.settings.num_choices)],
-        )
+        head = route.head()
+        sent = [SentPart(index) for index in range(len(wanted.prompts) * wanted.settings.num_choices)]
         while one is not None:
             index, text, so_far = one
             of = sent[index]

@@ -211,7 +211,7 @@ async def test_a_fault_of_the_engines_is_an_error_of_the_server(
     pool.fault = fault
     async with client_of(pool) as client:
         with pytest.raises(openai.APIStatusError) as refused:
-            await client.chat.completions.create(model="talks", messages=ASKED, stream=stream)
+            await client.chat.completions.create(model="talks", messages=ASKED, stream=stream, n=2)
     assert refused.value.status_code == status and str(fault) in str(refused.value.body)
 
 
