@@ -59,8 +59,7 @@ async def ask(
     def on_tokens() -> None:
         load.heard_at = time.monotonic()
         computed.set()
-        if request.hear is not None:
-            request.hear(heard.completion("abort", [], client.name))
+        request.hear(heard)
 
     heard, fault = Heard(on_tokens), None
     asking = asyncio.create_task(client.sample(request, heard))

@@ -68,8 +68,8 @@ class SampleRequest:
     request_id: str
     tokens: list[int]
     params: Sampling
-    # called with the completion so far as its tokens arrive
-    hear: Callable[[Completion], None] | None = field(default=None, compare=False)
+    # called with the tokens so far as they arrive
+    hear: Callable[[Heard], None] = field(default=lambda _: None, compare=False)
 
 
 @dataclass(frozen=True)

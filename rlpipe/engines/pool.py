@@ -341,10 +341,8 @@ def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: C
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
     # a random id: the same rollout may still run on an engine that was given up; of equal length,
     # so that none is a prefix of another
-    tokens, hear = group.prompt_tokens + so_far.tokens.tolist(), group.hear
-    return SampleRequest(
-        uuid.uuid4().hex,
-        tokens,
-        replace(params, max_new_tokens=left, seed=seed),
-        hear and (lambda heard: hear(so_far.then(heard))),
-    )
+    wanted = replace(params, max_new_tokens=left, seed=seed)
+    request = SampleRequest(uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), wanted)
+    if (hear := group.hear) is None:
+        return request
+    return replace(request, hear=lambda heard: hear(so_far.then(heard.completion("abort", [], ""))))
