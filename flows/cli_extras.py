@@ -1,18 +1,23 @@
-"""Commands of extras: `rlpipe view`, `rlpipe sql` and `rlpipe why`."""
+"""Commands of extras: `rlpipe view`, `sql`, `why`, `serve` and `chat`."""
 
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import typer
 
-from flows.cli_services import STORE, StoreUrl, readable_store
-from flows.printing import echo, echo_all
+from flows.cli_services import STORE, Sets, StoreUrl, readable_store
+from flows.printing import echo, echo_all, echo_part
+from flows.stopping import run_unless_stopped
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.config.extras import COMMANDS, opened
+from rlpipe.config.extras import COMMANDS, ENGINES, opened
+from rlpipe.config.source import override_config
 from rlpipe.store.backend import Store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
@@ -41,6 +46,15 @@ Second = Annotated[
         help="score the stored rollouts with this reward too, and show from where the two rewards differ",
     ),
 ]
+Version = Annotated[
+    int | None, typer.Option(metavar="K", help="weight version, by default the newest; -1 is the model before SFT")
+]
+Engine = Annotated[
+    str | None, typer.Option(metavar="KIND", help=f"kind of engine: {', '.join(ENGINES)}; by default that of the run")
+]
+ServeHost = Annotated[str, typer.Option(help="address it listens at; beyond loopback RLPIPE_SERVE_KEY must be set")]
+Serve = Callable[[Run, int | None, str, int, Callable[..., None]], Coroutine[Any, Any, None]]
+Talk = Callable[[list[tuple[Run, int | None]], float, int | None, Callable[..., None]], Coroutine[Any, Any, None]]
 
 
 def view(store: StoreUrl = STORE, host: Host = "127.0.0.1", port: Port = 8450) -> None:
@@ -87,6 +101,56 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
         is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
     if not is_named:
         raise typer.Exit(NOTHING_NAMED)
+
+
+def serve(
+    run: str,
+    version: Version = None,
+    engine: Engine = None,
+    host: ServeHost = "127.0.0.1",
+    port: Port = 8400,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Serve a policy of a run over OpenAI's API, until stopped: chat, completions, streaming,
+    logprobs, tools. The run may go on meanwhile."""
+    serve_policy: Serve = opened(COMMANDS["serve"], "serve")
+    run_unless_stopped(serve_policy(_to_serve(store, run, engine, sets), version, host, port, echo))
+
+
+def chat(
+    run: str,
+    version: Version = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="RUN[@K]", help="a second policy that answers each line, too")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the likeliest token each time")] = 0.0,
+    tokens_max: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a reply; by default all that the context has room for")
+    ] = None,
+    engine: Engine = None,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Talk to a policy of a run, line by line, or to two at once; lines may be piped in."""
+    parties = [(_to_serve(store, run, engine, sets), version)]
+    if against is not None:
+        name, _, number = against.partition("@")
+        if number and not number.removeprefix("-").isdecimal():
+            raise UserError(f"--against {against}: after the @ is a weight version, a number")
+        parties.append((_to_serve(store, name, engine, sets), int(number) if number else None))
+    talk: Talk = opened(COMMANDS["chat"], "chat")
+    run_unless_stopped(talk(parties, temperature, tokens_max, echo_part))
+
+
+def _to_serve(store: str, name: str, engine: str | None, sets: list[str] | None) -> Run:
+    """A stored run with other settings of engines."""
+    if others := [entry for entry in sets or [] if not entry.startswith("engines.")]:
+        raise UserError(f"--set {others[0]}: only engines.* may be set here; the policy has the other settings")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    run = open_existing(readable_store(store), name)
+    kind = [f"engines.kind={json.dumps(engine)}"] if engine else []
+    return replace(run, config=override_config(run.config, [*(sets or []), *kind, f"store={json.dumps(store)}"]))
 
 
 def _run_rlpipe(arguments: list[str]) -> int:

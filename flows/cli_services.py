@@ -28,7 +28,7 @@ from flows.printing import echo
 from flows.server import SERVER, run_flow, running_server, set_defaults
 from flows.stopping import bound_end, run_unless_stopped
 from rlpipe.base.errors import UserError
-from rlpipe.config.extras import SERVERS, opened
+from rlpipe.config.extras import COMMANDS, SERVERS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.services.registration import ADDRESS_VARIABLE, KEY_VARIABLE, RunService, config_of, own_address, serve
@@ -106,8 +106,8 @@ def export(
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
-    """Copy a policy, verified, into a folder in HF format. A pruned policy is first made again by a
-    trainer: --set trainer.* says where it runs."""
+    """Copy a policy, verified, into a folder in HF format, with a model card. A pruned policy is
+    first made again by a trainer: --set trainer.* says where it runs."""
     if others := [entry for entry in sets or [] if not entry.startswith("trainer.")]:
         raise UserError(
             f"--set {others[0]}: the settings of a stored policy cannot change; only trainer.* may be set here"
@@ -117,7 +117,12 @@ def export(
     config = override_config(open_existing(readable_store(store), run).config, overrides)
     from rlpipe.stored.remaking import export_policy
 
-    number = run_unless_stopped(export_policy(config, version, to))
+    try:
+        card = opened(COMMANDS["export"], "the model card")
+    except UserError as error:
+        card = None
+        echo(f"without a model card: {error}", err=True)
+    number = run_unless_stopped(export_policy(config, version, to, card))
     echo(f"version {number} of run {run} is in {to}")
 
 

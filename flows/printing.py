@@ -19,6 +19,11 @@ def echo(*lines: str, err: bool = False) -> None:
         typer.echo(printable(line), err=err)
 
 
+def echo_part(text: str, *, end: str = "\n") -> None:
+    """Prints a text and `end`, at once."""
+    typer.echo(printable(text) + end, nl=False)
+
+
 def echo_all(lines: Iterable[str]) -> None:
     """Prints lines as they come."""
     for line in lines:

@@ -33,6 +33,9 @@ COMMANDS = {
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
+    "export": Extra(f"{ROOM}.serve.card:write_card"),
+    "serve": Extra(f"{ROOM}.serve.server:serve_policy"),
+    "chat": Extra(f"{ROOM}.serve.talk:talk"),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }
 ENGINES = {  # SGLang is in the core

@@ -152,6 +152,14 @@ class ChatTokenizer:
         self._encoder.check_fits(text, tokens_max)
         return self._encoder.encode(text, self._letters(messages, text, add_generation_prompt=True))
 
+    def encode_text(self, text: str, tokens_max: int | None = None) -> list[int]:
+        """Encodes a text as it is, without the chat template; control tokens in it count as such.
+
+        TooLong as `encode_prompt`.
+        """
+        self._encoder.check_fits(text, tokens_max)
+        return self._encoder.encode(text)
+
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Returns the tokens of `messages`, and a mask that is 1 on the assistant's tokens in every
         turn, including its end-of-turn token.

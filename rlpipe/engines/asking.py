@@ -59,6 +59,7 @@ async def ask(
     def on_tokens() -> None:
         load.heard_at = time.monotonic()
         computed.set()
+        request.hear(heard)
 
     heard, fault = Heard(on_tokens), None
     asking = asyncio.create_task(client.sample(request, heard))

@@ -68,6 +68,8 @@ class SampleRequest:
     request_id: str
     tokens: list[int]
     params: Sampling
+    # called with the tokens so far as they arrive
+    hear: Callable[[Heard], None] = field(default=lambda _: None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,16 @@ class GroupRequest:
     params: list[Sampling]  # one per completion; max_new_tokens includes the prior tokens
     prior: list[Completion]
     home: str = ""  # the engine that has computed the prefix already; empty for none
+    # of a group of one: called with the completion so far as its tokens arrive. After a fault an
+    # exact engine samples the same tokens again, from the first on
+    hear: Callable[[Completion], None] | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens and self.params, f"{self.prompt_id} asks for nothing"
         assert len(self.prior) == len(self.params), (
             f"{self.prompt_id}: {len(self.prior)} priors, {len(self.params)} params"
         )
+        assert self.hear is None or len(self.params) == 1, "only one completion is heard as it is sampled"
 
 
 OnGroup = Callable[[int, list[Completion]], Awaitable[None]]
@@ -339,6 +343,8 @@ def _request(group: GroupRequest, params: Sampling, prior: Completion, so_far: C
     seed = rollout_seed(params.seed, "rest", gained) if gained else params.seed
     # a random id: the same rollout may still run on an engine that was given up; of equal length,
     # so that none is a prefix of another
-    return SampleRequest(
-        uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), replace(params, max_new_tokens=left, seed=seed)
-    )
+    wanted = replace(params, max_new_tokens=left, seed=seed)
+    request = SampleRequest(uuid.uuid4().hex, group.prompt_tokens + so_far.tokens.tolist(), wanted)
+    if (hear := group.hear) is None:
+        return request
+    return replace(request, hear=lambda heard: hear(so_far.then(heard.completion("abort", [], ""))))

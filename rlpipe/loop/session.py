@@ -48,6 +48,14 @@ from rlpipe.trainer.process import trainer_place
 log = logging.getLogger(__name__)
 
 
+def probe_of(run: Run, policy: ArtifactRef) -> Probe:
+    """The probe that is stored with a policy of a run."""
+    metrics = run.manifest(policy).metrics
+    if "probe" not in metrics:  # a base model that was copied
+        metrics = run.committed("base", 0, "probe")[1].metrics
+    return Probe(**metrics["probe"])
+
+
 class Session:
     """A held run and its resident parts. Each part starts when it is first used."""
 
@@ -125,10 +133,7 @@ class Session:
         return True
 
     def _probe(self, policy: ArtifactRef) -> Probe:
-        metrics = self.run.manifest(policy).metrics
-        if "probe" not in metrics:  # a base model that was copied
-            metrics = self.run.committed("base", 0, "probe")[1].metrics
-        return Probe(**metrics["probe"])
+        return probe_of(self.run, policy)
 
     def rewards(self, use: str = "rl") -> RewardPool:
         """The rewards that score rollouts; for the use "evaluation" those of evaluations, where the

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rlpipe.base.errors import StoreError, UserError
@@ -150,12 +151,15 @@ def committed_version(run: Run, version: int | None) -> int:
     return newest if version is None else version
 
 
-async def export_policy(config: PipelineConfig, version: int | None, target: Path) -> int:
+async def export_policy(
+    config: PipelineConfig, version: int | None, target: Path, finish: Callable[[Run, int, Path], None] | None = None
+) -> int:
     """Writes a policy of a run as a folder in HF format, which appears whole; returns the weight
     version.
 
     A pruned policy is made again by a trainer of this config, and stays pruned in the store.
-    UserError when the folder is not empty, or the version is not committed.
+    `finish` (run, version, folder) may add files before the folder appears. UserError when the
+    folder is not empty, or the version is not committed.
     """
     run = open_existing(open_store(config.store), config.run)
     number = committed_version(run, version)
@@ -171,6 +175,8 @@ async def export_policy(config: PipelineConfig, version: int | None, target: Pat
         made = whole_policy(run.store, ref, Path(scratch))
         # older code stored the one that the base had
         write_trained_template(run.config.model, made)
+        if finish is not None:
+            finish(run, number, made)
         os.rename(made, target)
     return number
 

@@ -20,7 +20,8 @@ import pytest
 import pytest_asyncio
 
 from rlpipe.base.errors import EngineError, StoreError
-from rlpipe.engines.client import Completion, EngineUnavailable
+from rlpipe.engines.client import NOTHING_YET, Completion, EngineUnavailable, Sampling
+from rlpipe.engines.pool import GroupRequest
 from rlpipe.engines.proof import TOLERANCE
 from rlpipe.engines.weights import Weights, check_compatible, reading_s
 from rlpipe.models.folder import tensor_shapes
@@ -93,6 +94,26 @@ async def test_a_lost_engine_costs_its_unfinished_rollouts_and_comes_back(
     assert two.restarts() == [restarts[0] + 1, restarts[1]]
     assert engines_of(await two.pool.generate(requests())) == BOTH
     assert sum("is back, on weight version" in message for message in caplog.messages) == 1
+
+
+async def test_what_is_heard_of_a_completion_is_its_beginning_also_when_its_engine_is_killed(tmp_path: Path) -> None:
+    quick = ['engines.environment={RLPIPE_STREAM_S="0.01"}'] if ENGINE_KIND == "local" else []
+    async with world(tmp_path, *quick) as made:
+        params = Sampling(LONG, seed=5, ignore_eos=True)
+        undisturbed = await made.pool.generate([GroupRequest("set/0", [5, 17, 200], [params], [NOTHING_YET])])
+        heard: list[list[int]] = []
+
+        def hear(so_far: Completion) -> None:
+            if not heard:
+                for index in range(2):  # whichever it is
+                    made.signal(index, signal.SIGKILL)
+            heard.append(so_far.tokens.tolist())
+
+        group = GroupRequest("set/0", [5, 17, 200], [params], [NOTHING_YET], hear=hear)
+        [[completion]] = await made.pool.generate([group])
+    assert len(completion.tokens) == LONG and heard[-1] == completion.tokens.tolist()
+    assert not SEEDED or all(completion.tokens.tolist()[: len(part)] == part for part in heard)
+    check_same([[completion]], undisturbed)
 
 
 async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(

@@ -20,7 +20,7 @@ RANK = {
     "algorithms": 2, "data": 2, "models": 2, "store": 2, "processes": 2,
     "rewards": 3, "services": 3, "report": 3,
     "engines": 4, "trainer": 4,
-    "loop": 5,
+    "loop": 5, "chat_api": 5,
     "stages": 6,
     "stored": 7,
     "checks": 8,

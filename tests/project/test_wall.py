@@ -16,7 +16,7 @@ import pytest
 
 from tests.deadlines import DEADLINE_S, PIPELINE_S
 from tests.paths import ROOT
-from tests.pipeline import MINI, Folder
+from tests.pipeline import MINI, Folder, Undisturbed
 
 COPIED = ("rlpipe", "flows", "tasks", "tests", "docs", "README.md", "CHANGELOG.md", "pyproject.toml")
 # packages of extras that nothing else brings: Prefect has starlette and uvicorn, MLflow has scipy
@@ -99,6 +99,7 @@ def test_the_core_is_imported_without_extras(bare: Path) -> None:
             ["sql", "select 1"],
             "rlpipe: sql: this installation of rlpipe has no rlpipe.extras; install the whole package",
         ),
+        (["serve", "a"], "rlpipe: serve: this installation of rlpipe has no rlpipe.extras; install the whole package"),
         pytest.param(
             ["plan", "tiny"],
             "WARNING engines.kind='local': this installation of rlpipe has no rlpipe.extras; install",
@@ -132,6 +133,14 @@ def test_tests_of_the_core_pass_without_extras(bare: Path) -> None:
     marks = "not e2e and not contract and not learning and not nightly"
     code, text = said_by(bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *files)
     assert code == 0, text[-4000:]
+
+
+@pytest.mark.e2e
+def test_a_policy_is_exported_without_its_card(bare: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    arguments = ["export", "a", "--to", str(tmp_path / "policy"), "--store", undisturbed.folder.store]
+    code, text = said_by(bare, "-m", "flows.cli", *arguments)
+    assert code == 0 and "without a model card: " in text, text
+    assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "policy" / "README.md").exists()
 
 
 @pytest.mark.e2e

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import ESTIMATORS, rollout_means, rollout_sums
 from rlpipe.base.references import ArtifactRef
+from rlpipe.chat_api.chat import read_request
 from rlpipe.config.training import RlConfig
 from rlpipe.engines.client import NOTHING_YET, Completion, logprobs_of, tokens_of
-from rlpipe.extras.agents.chat import read_request
 from rlpipe.extras.agents.conversation import ConversationTree, Node, masks_of_each_reply_once
 from rlpipe.extras.agents.player import branch_rows
 from rlpipe.loop.session import Session

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, final
 
-from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, checked_body, json_text, read_request
-from rlpipe.extras.agents.rollout import GivenReplies
+from rlpipe.chat_api.chat import ChatRefused, ChatRequest, GivenReplies, checked_body, json_text, read_request
 from rlpipe.records.prompt import Message
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
@@ -163,7 +162,7 @@ def _turned(message: Any) -> list[Message]:
 
 
 def _blocks(answer: GivenReplies) -> list[TextBlock | ToolUseBlock]:
-    message = answer.nodes[0].messages[-1]
+    message = answer.messages[0]
     blocks: list[TextBlock | ToolUseBlock] = []
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})
@@ -175,7 +174,7 @@ def _blocks(answer: GivenReplies) -> list[TextBlock | ToolUseBlock]:
 
 def _end(answer: GivenReplies) -> AnthropicEnd:
     reason = answer.sampled[0].finish_reason
-    calls = reason == "stop" and answer.nodes[0].messages[-1].get("tool_calls")
+    calls = reason == "stop" and answer.messages[0].get("tool_calls")
     return {"stop_reason": "tool_use" if calls else STOP_REASONS[reason], "stop_sequence": None}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from rlpipe.extras.agents.rollout import GivenReplies
+from rlpipe.chat_api.chat import GivenReplies
 
 RETRY_COUNT, IDEMPOTENCY_KEY = "x-stainless-retry-count", "Idempotency-Key"
 COUNT_DIGITS_MAX = 9

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
+from rlpipe.chat_api.chat import ChatRequest, encoded_prompt
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import NOTHING_YET, Completion
-from rlpipe.extras.agents.chat import ChatRequest, as_text
 from rlpipe.records.prompt import Message, Messages, Tool
 
 
@@ -85,11 +85,7 @@ class ConversationTree:
                 continue
             mask = node.policy_mask + bytes(len(tokens))
             return Context(node, node.prompt_tokens, node.completion.told(tokens), mask, [*node.added, news])
-        tokenizer = self.tokenizer.with_tools(request.tools) if request.tools else self.tokenizer
-        messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
-        tokens = tokenizer.encode_prompt(messages, tokens_max)
-        if not tokens:
-            raise UserError("the chat template writes nothing of the conversation, so nothing can follow it")
+        tokens = encoded_prompt(self.tokenizer, request, tokens_max)
         return Context(None, tokens, NOTHING_YET, b"", [request.messages])
 
     def _goes_on(self, node: Node, request: ChatRequest) -> bool:

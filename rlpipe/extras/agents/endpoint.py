@@ -18,13 +18,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlpipe.base.errors import UserError
+from rlpipe.chat_api.chat import MODEL, ChatRefused, ChatRequest, GivenReplies, json_text
+from rlpipe.chat_api.openai_wire import OpenAiWire
 from rlpipe.config.secrecy import key_fits
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.extras.agents.anthropic_wire import AnthropicWire
 from rlpipe.extras.agents.calls import SentCalls, sending_of
-from rlpipe.extras.agents.chat import MODEL, ChatRefused, ChatRequest, json_text
-from rlpipe.extras.agents.openai_wire import OpenAiWire
-from rlpipe.extras.agents.rollout import AgentRollout, GivenReplies
+from rlpipe.extras.agents.rollout import AgentRollout
 from rlpipe.records.messages import strict_json
 
 BODY_BYTES_MAX = 64 << 20

@@ -21,11 +21,11 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import rollout_seed
+from rlpipe.chat_api.chat import ChatRefused, ChatRequest, GivenReplies, assistant_message
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.encoding import TooLong
 from rlpipe.engines.client import Completion, Sampling
 from rlpipe.engines.pool import EnginePool, GroupRequest
-from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, assistant_message
 from rlpipe.extras.agents.conversation import Context, ConversationTree, Node
 from rlpipe.records.rollout import OUT_OF_TURNS, TRUNCATED
 
@@ -53,19 +53,6 @@ class Terms:
     params: Sampling
     calls_max: int
     context_tokens_max: int
-
-
-@dataclass(frozen=True)
-class GivenReplies:
-    """The replies to one call, and the number of tokens before them."""
-
-    nodes: list[Node]
-    sampled: list[Completion]
-    num_context_tokens: int
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(len(sampled.tokens) for sampled in self.sampled)
 
 
 class AgentRollout:
@@ -174,7 +161,8 @@ class AgentRollout:
         self.conversation.last = nodes[0]
         if self._num_refused == num_refused:  # the agent has gone on, with less
             self.limit = ""
-        return GivenReplies(nodes, sampled, len(context.prompt_tokens) + len(context.prior.tokens))
+        messages = [node.messages[-1] for node in nodes]
+        return GivenReplies(messages, sampled, len(context.prompt_tokens) + len(context.prior.tokens))
 
     async def _sampled(self, num_choices: int, context: Context, key: CallKey, tokens_max: int) -> list[Completion]:
         """Samples for a call, one completion a choice; they are stored before the agent gets any of

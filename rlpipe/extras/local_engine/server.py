@@ -54,9 +54,17 @@ class Routes:
     Runs on the event loop. Two keys: the API key samples, the admin key controls.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: protocol.ModelLimits, api_key: str, admin_api_key: str) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: protocol.ModelLimits,
+        api_key: str,
+        admin_api_key: str,
+        stream_s: float = STREAM_S,
+    ) -> None:
         self.scheduler = scheduler
         self.limits = limits
+        self.stream_s = stream_s
         self._api_key = api_key
         self._admin_api_key = admin_api_key
         self._tokenizer_path = scheduler.model.folder
@@ -120,7 +128,7 @@ class Routes:
         try:
             await self._ask(lambda: self.scheduler.submit(call))
             if call.stream:
-                return await _stream(request, call, ended)
+                return await _stream(request, call, ended, self.stream_s)
             await asyncio.wrap_future(call.answered)
         except (asyncio.CancelledError, ConnectionError):
             self.scheduler.ask(lambda: self.scheduler.abort_jobs(call.jobs))
@@ -245,16 +253,16 @@ class Wake:
         self._is_sent = False
 
 
-async def _stream(request: web.Request, call: protocol.Call, ended: Wake) -> web.StreamResponse:
+async def _stream(request: web.Request, call: protocol.Call, ended: Wake, stream_s: float) -> web.StreamResponse:
     """Server-sent events: each job as soon as it ends, and the new tokens of the others every
-    `STREAM_S`.
+    `stream_s`.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     num_said: dict[protocol.SamplingJob, int] = {}
     while not all(num_said.get(job) == -1 for job in call.jobs):
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), STREAM_S)
+            await asyncio.wait_for(ended.wait(), stream_s)
         ended.clear()
         events = "".join(f"data: {json.dumps(event)}\n\n" for event in protocol.news(call, num_said))
         if events:
@@ -333,7 +341,9 @@ def end_process(fault: threading.ExceptHookArgs) -> None:
 async def _serve(scheduler: Scheduler, limits: protocol.ModelLimits, host: str, port: int) -> None:
     thread = threading.Thread(target=scheduler.run, name="scheduler", daemon=True)
     thread.start()
-    routes = Routes(scheduler, limits, os.environ.get("RLPIPE_API_KEY", ""), os.environ.get("RLPIPE_ADMIN_API_KEY", ""))
+    keys = (os.environ.get("RLPIPE_API_KEY", ""), os.environ.get("RLPIPE_ADMIN_API_KEY", ""))
+    # whoever serves people wants tokens as they come (rlpipe/extras/serve/policy.py)
+    routes = Routes(scheduler, limits, *keys, float(os.environ.get("RLPIPE_STREAM_S", STREAM_S)))
     runner = web.AppRunner(routes.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()

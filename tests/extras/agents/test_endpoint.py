@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from rlpipe.base.errors import UserError
+from rlpipe.chat_api.chat import ChatRefused, read_request
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
-from rlpipe.extras.agents.chat import ChatRefused, read_request
 from rlpipe.extras.agents.endpoint import AgentEndpoint
 from rlpipe.extras.agents.rollout import AgentRollout, CallKey
 from tests.agent_world import ANSWER, CALL, TOOL, SpokenPool, door_of, rollout_of, tokenizer_in

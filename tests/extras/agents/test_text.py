@@ -17,10 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlpipe.base.errors import UserError
-from rlpipe.data.chat import ChatTokenizer
-from rlpipe.data.encoding import LONG_CHARS
-from rlpipe.extras.agents.anthropic_wire import AnthropicWire
-from rlpipe.extras.agents.chat import (
+from rlpipe.chat_api.chat import (
     ChatRefused,
     ChatRequest,
     as_text,
@@ -29,8 +26,11 @@ from rlpipe.extras.agents.chat import (
     read_message,
     read_request,
 )
+from rlpipe.chat_api.openai_wire import OpenAiWire
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.data.encoding import LONG_CHARS
+from rlpipe.extras.agents.anthropic_wire import AnthropicWire
 from rlpipe.extras.agents.endpoint import Wire
-from rlpipe.extras.agents.openai_wire import OpenAiWire
 from rlpipe.extras.agents.worker import last_line, last_words, outcome_of
 from rlpipe.records.messages import DEPTH_MAX
 from tests.agent_world import TOOL

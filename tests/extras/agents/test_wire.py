@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.chat_api.chat import CHOICES_MAX
+from rlpipe.chat_api.openai_wire import UNKNOWN, OpenAiWire
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion, logprobs_of, tokens_of
-from rlpipe.extras.agents.chat import CHOICES_MAX
 from rlpipe.extras.agents.endpoint import AgentEndpoint, Door
-from rlpipe.extras.agents.openai_wire import UNKNOWN, OpenAiWire
 from tests.agent_world import CALL, TOOL, SpokenPool, rollout_of, tokenizer_in
 from tests.deadlines import DEADLINE_S
 from tests.extras.agents.test_text import ASKED, BODIES, REPLIES, call_of, places
@@ -225,7 +225,7 @@ def test_a_logprob_that_is_no_number_is_that_of_what_is_not_known(server: Server
     tokens = server.tokenizer._encoder.encode("12*3")
     sampled = Completion(tokens_of(tokens), logprobs_of([-0.5, -math.inf, None, 0.0]), "stop", [(0, len(tokens))], "e")
     wire = OpenAiWire(server.tokenizer)
-    logprobs = wire._logprobs(wire.read({"messages": [ASKED], "logprobs": True}), sampled)
+    logprobs = wire.logprobs(wire.read({"messages": [ASKED], "logprobs": True}), sampled)
     assert logprobs is not None and [entry["logprob"] for entry in logprobs["content"]] == [-0.5, UNKNOWN, UNKNOWN, 0.0]
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+from rlpipe.chat_api.chat import ChatRefused, ChatRequest, GivenReplies, json_text, on_the_wire, read_request
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.engines.client import Completion
-from rlpipe.extras.agents.chat import ChatRefused, ChatRequest, json_text, on_the_wire, read_request
-from rlpipe.extras.agents.rollout import GivenReplies
 from rlpipe.records.prompt import Message
 
 UNKNOWN = -9999.0  # the logprob where there is no number, as OpenAI gives it
+CHUNK = "chat.completion.chunk"
+DONE = "data: [DONE]\n\n"  # the end of a stream
 
 
 class OpenAiFault(TypedDict):
@@ -100,62 +101,82 @@ class OpenAiWire:
         choices: list[OpenAiChoice] = [
             {
                 "index": index,
-                "message": on_the_wire(node.messages[-1]),
-                "finish_reason": _finish_reason(sampled, node.messages[-1]),
-                "logprobs": self._logprobs(call, sampled),
+                "message": on_the_wire(message),
+                "finish_reason": finish_reason_of(sampled, message),
+                "logprobs": self.logprobs(call, sampled),
             }
-            for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True))
+            for index, (message, sampled) in enumerate(zip(answer.messages, answer.sampled, strict=True))
         ]
-        return {**_head(call, "chat.completion"), "choices": choices, "usage": _usage(answer)}
+        return {**head(call.model, "chat.completion"), "choices": choices, "usage": usage(answer)}
 
     def events(self, call: ChatRequest, answer: GivenReplies) -> Iterator[str]:
         """Yields, for each choice, its message and then its `finish_reason`; last the usage, where
         the request wants it.
         """
-        head = _head(call, "chat.completion.chunk")
-        for index, (node, sampled) in enumerate(zip(answer.nodes, answer.sampled, strict=True)):
-            message = on_the_wire(node.messages[-1])
-            calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", []))]
-            said = {**message, **({"tool_calls": calls} if calls else {})}
-            for delta, reason, logprobs in (
-                (said, None, self._logprobs(call, sampled)),
-                ({}, _finish_reason(sampled, message), None),
-            ):
-                choice: OpenAiChoice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-                yield _event({**head, "choices": [choice]})
-        if call.with_usage:
-            yield _event({**head, "choices": [], "usage": _usage(answer)})
-        yield "data: [DONE]\n\n"
+        first = head(call.model, CHUNK)
+        for index, (message, sampled) in enumerate(zip(answer.messages, answer.sampled, strict=True)):
+            yield event({**first, "choices": [delta(index, in_parts(message), self.logprobs(call, sampled))]})
+            yield event({**first, "choices": [delta(index, {}, None, finish_reason_of(sampled, message))]})
+        yield from self.end(call, first, answer)
 
-    def _logprobs(self, call: ChatRequest, sampled: Completion) -> OpenAiLogprobs | None:
-        """The logprobs of the sampled tokens; nothing else is known of the distribution."""
+    def end(self, call: ChatRequest, first: OpenAiHead, answer: GivenReplies) -> Iterator[str]:
+        """Yields the usage of a stream, where the request wants it, and its end."""
+        if call.with_usage:
+            yield event({**first, "choices": [], "usage": usage(answer)})
+        yield DONE
+
+    def logprobs(self, call: ChatRequest, sampled: Completion, begin: int = 0) -> OpenAiLogprobs | None:
+        """The logprobs of the sampled tokens from `begin` on; nothing else is known of the
+        distribution.
+        """
         if not call.with_logprobs:
             return None
-        pieces = self.tokenizer.token_bytes(sampled.tokens)
+        pairs = zip(self.tokenizer.token_bytes(sampled.tokens), sampled.rollout_logprobs, strict=True)
         content: list[TokenLogprob] = [
             {
                 "token": piece.decode(errors="replace"),
-                "logprob": logprob if math.isfinite(logprob) else UNKNOWN,
+                "logprob": known(logprob),
                 "bytes": [*piece],
                 "top_logprobs": [],
             }
-            for piece, logprob in zip(pieces, sampled.rollout_logprobs, strict=True)
+            for piece, logprob in [*pairs][begin:]
         ]
         return {"content": content, "refusal": None}
 
 
-def _head(call: ChatRequest, kind: str) -> OpenAiHead:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": call.model}
+def known(logprob: float) -> float:
+    """The logprob as JSON can say it."""
+    return logprob if math.isfinite(logprob) else UNKNOWN
 
 
-def _finish_reason(sampled: Completion, message: Message) -> str:
-    return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason
+def head(model: str, kind: str, prefix: str = "chatcmpl") -> OpenAiHead:
+    """The fields at the beginning of a new completion."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(answer: GivenReplies) -> OpenAiUsage:
+def delta(index: int, part: Message, logprobs: OpenAiLogprobs | None, reason: str | None = None) -> OpenAiChoice:
+    """A part of choice `index` in a stream."""
+    return {"index": index, "delta": part, "finish_reason": reason, "logprobs": logprobs}
+
+
+def event(body: ChatCompletion) -> str:
+    """A server-sent event of a stream."""
+    return f"data: {json_text(body)}\n\n"
+
+
+def usage(answer: GivenReplies) -> OpenAiUsage:
+    """The tokens of a call and of all its choices."""
     context, num_sampled = answer.num_context_tokens, answer.num_sampled_tokens
     return {"prompt_tokens": context, "completion_tokens": num_sampled, "total_tokens": context + num_sampled}
 
 
-def _event(body: ChatCompletion) -> str:
-    return f"data: {json_text(body)}\n\n"
+def in_parts(message: Message) -> Message:
+    """A message on the wire with its tool calls numbered, as a stream has them."""
+    said = on_the_wire(message)
+    calls = [{"index": number, **call} for number, call in enumerate(said.get("tool_calls", []))]
+    return {**said, **({"tool_calls": calls} if calls else {})}
+
+
+def finish_reason_of(sampled: Completion, message: Message) -> str:
+    """The reason why a choice ended, as OpenAI names it."""
+    return "tool_calls" if sampled.finish_reason == "stop" and message.get("tool_calls") else sampled.finish_reason

@@ -1,5 +1,5 @@
-"""OpenAI's chat completions on the wire: an agent's request as a record, and the message that a
-completion becomes.
+"""OpenAI's chat completions on the wire: a request as a record, and the message that a completion
+becomes. For the endpoint of agents, and for `rlpipe serve`.
 
 Messages are kept in one form: {"role", "content"} with text, for the assistant perhaps with
 "tool_calls" whose arguments are parsed, for a tool with "tool_call_id". So equal messages compare
@@ -19,6 +19,8 @@ from typing import Any
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.data.chat import ChatTokenizer
+from rlpipe.engines.client import Completion
 from rlpipe.records import messages as reading
 from rlpipe.records.prompt import CalledFunction, Message, Messages, Tool, ToolCall, is_text
 
@@ -28,6 +30,7 @@ CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # fields that change the probabilities of tokens: training would take them for the policy's own
 REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "prediction")
+TRAINED = "it would change the distribution that is trained on"
 
 
 class ChatRefused(Exception):
@@ -41,9 +44,24 @@ class ChatRefused(Exception):
 
 
 @dataclass(frozen=True)
+class GivenReplies:
+    """The replies to one call, a message and its tokens each, and the number of tokens before
+    them.
+    """
+
+    messages: list[Message]
+    sampled: list[Completion]
+    num_context_tokens: int
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(sampled.tokens) for sampled in self.sampled)
+
+
+@dataclass(frozen=True)
 class ChatRequest:
-    """The request of one call. Its sampling settings (temperature, top_p, seed) are left out: the
-    run sets them.
+    """The request of one call, without its sampling settings (temperature, top_p, seed): for agents
+    the run sets them.
     """
 
     model: str
@@ -57,49 +75,61 @@ class ChatRequest:
     with_usage: bool  # at the end of a stream
 
 
-def read_request(body: Any) -> ChatRequest:
-    """The request in a JSON body; ChatRefused names the field that is not supported."""
+def read_request(body: Any, refused: tuple[str, ...] = REFUSED, why: str = TRAINED) -> ChatRequest:
+    """The request in a JSON body; ChatRefused names the field that is not supported: one of
+    `refused`, or one that would constrain what is sampled. `why`: it is so.
+    """
     body = checked_body(body, {"stream_options": dict, "messages": list})
-    for name in REFUSED:
+    for name in refused:
         if body.get(name):
-            raise _invalid(name, "is not supported: it would change the distribution that is trained on")
+            raise invalid(name, f"is not supported: {why}")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-        raise _invalid(
-            "response_format", "only text is supported: a constraint would change the distribution that is trained on"
-        )
+        raise invalid("response_format", f"only text is supported: {why}")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("none", "auto"):
-        raise _invalid("tool_choice", "is 'none' or 'auto': another would constrain what is sampled")
+        raise invalid("tool_choice", "is 'none' or 'auto': another would constrain what is sampled")
     if body.get("top_logprobs"):
-        raise _invalid("top_logprobs", "engines give the logprobs of sampled tokens only; leave it out, or 0")
+        raise invalid("top_logprobs", "engines give the logprobs of sampled tokens only; leave it out, or 0")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "must be a list of at least one message")
+        raise invalid("messages", "must be a list of at least one message")
     tools = _read("tools", reading.read_tools, body.get("tools"))
     if not all(map(_is_tool, tools)):
-        raise _invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
+        raise invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     return ChatRequest(
         model=body["model"] if is_text(body.get("model")) else MODEL,
         messages=[read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         tools=tools,
         calls_tools=bool(tools) and choice == "auto",
-        num_choices=_whole("n", 1 if body.get("n") is None else body["n"], CHOICES_MAX),
-        tokens_max=None if limit is None else _whole("max_completion_tokens", limit, 1 << 31),
+        num_choices=whole_number("n", 1 if body.get("n") is None else body["n"], CHOICES_MAX),
+        tokens_max=None if limit is None else whole_number("max_completion_tokens", limit, 1 << 31),
         with_logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
     )
 
 
+def encoded_prompt(tokenizer: ChatTokenizer, request: ChatRequest, tokens_max: int) -> list[int]:
+    """The tokens of a conversation from its beginning, up to the head of the reply. UserError when
+    the chat template refuses it; TooLong when it has more than `tokens_max` tokens.
+    """
+    tokenizer = tokenizer.with_tools(request.tools) if request.tools else tokenizer
+    messages = request.messages if tokenizer.knows_tool_calls else [*map(as_text, request.messages)]
+    tokens = tokenizer.encode_prompt(messages, tokens_max)
+    if not tokens:
+        raise UserError("the chat template writes nothing of the conversation, so nothing can follow it")
+    return tokens
+
+
 def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:
     """The body, an object whose fields are of these types, null, or absent; ChatRefused."""
     if not isinstance(body, dict):
-        raise _invalid("body", "must be a JSON object")
+        raise invalid("body", "must be a JSON object")
     _read("body", reading.check_depth, body)
     for name, kind in kinds.items():
         if body.get(name) is not None and not isinstance(body[name], kind):
-            raise _invalid(name, f"must be {'an object' if kind is dict else 'a list'}")
+            raise invalid(name, f"must be {'an object' if kind is dict else 'a list'}")
     return body
 
 
@@ -107,7 +137,7 @@ def read_message(message: Any, where: str) -> Message:
     """A message in the one form; ChatRefused when it is not a message, or holds more than text."""
     whole = _read(where, reading.read_message, message)
     if (role := ROLES.get(whole["role"])) is None:
-        raise _invalid(where, f"needs a role, one of {', '.join(ROLES)}")
+        raise invalid(where, f"needs a role, one of {', '.join(ROLES)}")
     read: Message = {"role": role, "content": reading.content_text(whole)}
     if role == "assistant" and "tool_calls" in whole:
         read["tool_calls"] = [_own_call(call) for call in whole["tool_calls"]]
@@ -192,9 +222,10 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _whole(name: str, value: Any, largest: int) -> int:
+def whole_number(name: str, value: Any, largest: int) -> int:
+    """The value of a field that is a whole number from 1 to `largest`; ChatRefused."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise _invalid(name, f"must be a whole number from 1 to {largest}")
+        raise invalid(name, f"must be a whole number from 1 to {largest}")
     return value
 
 
@@ -208,5 +239,6 @@ def _read(name: str, read: Callable[[Any, str], Any], value: Any) -> Any:
         raise ChatRefused(400, str(error), "unsupported", name) from error
 
 
-def _invalid(name: str, what: str) -> ChatRefused:
+def invalid(name: str, what: str) -> ChatRefused:
+    """The refusal of a field; `what` is wrong with it."""
     return ChatRefused(400, f"{name}: {what}", "unsupported", name)
