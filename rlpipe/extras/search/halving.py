@@ -42,7 +42,7 @@ class Search:
     """What is searched: as a document, searches/NAME/search.json.
 
     `vary`: field -> the values to try, as in `--set`. `rungs`: iterations after the shared one,
-    `at`, at which candidates are compared. `keep`: the share of them that goes on. `by`: the metric.
+    `at`, at which candidates are compared. `keep`: the share that goes on. `by`: the metric.
     """
 
     name: str
