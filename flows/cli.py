@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli_extras import sql, view, why
+from flows.cli_extras import gate, sql, view, why
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
 from flows.printing import echo, echo_all, fail
@@ -209,7 +209,7 @@ def automations(
     echo_all(lines)
 
 
-for command in (sql, view, why):
+for command in (sql, view, why, gate):
     app.command()(command)
 add_service_commands(app)
 for registered in app.registered_commands:

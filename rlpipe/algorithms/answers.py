@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
+from rlpipe.base.values import powers_of_two
 from rlpipe.records.rollout import Group, Rollout
 
 # \{ and \} are printed braces of a formula, and close nothing
@@ -26,6 +27,7 @@ _HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; with a fifth # it 
 _NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
 _COUNTED = re.compile(r"\d+[.):]\s")  # a heading: "#### 1. Check"
 COMPARED_CHARS = 200  # of each of the two answers
+STDERR = "_stderr"  # the end of the name of a metric's standard error
 LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
 
 
@@ -150,38 +152,54 @@ def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float
 
     `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled
     completions `_pass_at_<k>` for k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where
-    the reward has such a part.
+    the reward has such a part. Each mean of `prompt_scores` has a standard error,
+    `_<metric>_stderr`, where there are two prompts or more.
     """
     sampled = [rollout for rollout in rollouts if rollout.rollout_index > 0]
-    greedy = [_passes(rollout, threshold) for rollout in rollouts if rollout.rollout_index == 0]
-    metrics = {
-        "greedy": np.mean(greedy),
+    scores = prompt_scores(rollouts, threshold)
+    metrics = {key: np.mean(values) for key, values in scores.items()} | {
+        # over all completions at once, as older runs have them: means of means may have other bits
         "pass_at_1": np.mean([_passes(rollout, threshold) for rollout in sampled]),
         "reward_mean": np.mean([rollout.reward or 0.0 for rollout in sampled]),
         "length_tokens_mean": np.mean([len(rollout.completion_tokens) for rollout in sampled]),
-        **_over_completions(sampled, threshold),
     }
+    metrics |= {f"{key}{STDERR}": standard_error(values) for key, values in scores.items() if len(values) > 1}
     formats = [rollout.reward_parts["format"] for rollout in sampled if "format" in rollout.reward_parts]
     metrics |= {"format_rate": np.mean(formats)} if formats else {}
     return {f"{name}_{key}": float(value) for key, value in metrics.items()}
 
 
+def prompt_scores(rollouts: Group, threshold: float) -> dict[str, list[float]]:
+    """By metric of an evaluation set (greedy, pass_at_<k>, maj_at_<n>, reward_mean) the score of
+    each prompt, in the order of their first rollouts. Of pass@k it is the unbiased estimator.
+    """
+    prompts: dict[str, Group] = {}
+    for rollout in rollouts:
+        prompts.setdefault(rollout.prompt_id, []).append(rollout)
+    greedy = [rollout for group in prompts.values() for rollout in group if rollout.rollout_index == 0]
+    sampled = [[rollout for rollout in group if rollout.rollout_index > 0] for group in prompts.values()]
+    passed = [[_passes(rollout, threshold) for rollout in group] for group in sampled]
+    count = len(passed[0])
+    assert all(len(passes) == count for passes in passed), "every prompt has the same number of completions"
+    scores = {
+        "greedy": [float(_passes(rollout, threshold)) for rollout in greedy],
+        "reward_mean": [float(np.mean([rollout.reward or 0.0 for rollout in group])) for group in sampled],
+    }
+    for k in powers_of_two(count):
+        scores[f"pass_at_{k}"] = [pass_at_k(count, sum(passes), k) for passes in passed]
+    if count > 1:
+        answers = [[answer_text(rollout.completion) for rollout in group] for group in sampled]
+        scores[f"maj_at_{count}"] = [float(majority_passes(*pair)) for pair in zip(answers, passed, strict=True)]
+    return scores
+
+
+def standard_error(values: list[float]) -> float:
+    """The standard error of the mean of two or more independent values: their standard deviation
+    (with n - 1) over the square root of n.
+    """
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
 def _passes(rollout: Rollout, threshold: float) -> bool:
     assert rollout.reward is not None, "an evaluation counts scored rollouts"
     return rollout.reward >= threshold
-
-
-def _over_completions(sampled: Group, threshold: float) -> dict[str, float]:
-    prompts: dict[str, Group] = {}
-    for rollout in sampled:
-        prompts.setdefault(rollout.prompt_id, []).append(rollout)
-    passed = [[_passes(rollout, threshold) for rollout in group] for group in prompts.values()]
-    count = len(passed[0])
-    assert all(len(passes) == count for passes in passed), "every prompt has the same number of completions"
-    if count == 1:
-        return {}
-    powers = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    metrics = {f"pass_at_{k}": float(np.mean([pass_at_k(count, sum(passes), k) for passes in passed])) for k in powers}
-    answers = [[answer_text(rollout.completion) for rollout in group] for group in prompts.values()]
-    majority = [majority_passes(*pair) for pair in zip(answers, passed, strict=True)]
-    return metrics | {f"maj_at_{count}": float(np.mean(majority))}

@@ -27,10 +27,12 @@ class Extra(NamedTuple):
 
 VIEW = ("view", ("starlette", "uvicorn", "plotly"))
 QUERIES = ("queries", ("duckdb",))
+GATE = ("gate", ("scipy",))
 WHY = ("why", ("scipy",))
 COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
+    "gate": Extra(f"{ROOM}.gate.command:judge", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import date, time
 from itertools import pairwise
 
+from rlpipe.base.values import powers_of_two
 from rlpipe.config.colocation import broken_colocation
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import LOCAL_THREADS, EnginesConfig, broken_environment
@@ -47,6 +48,7 @@ def broken_rules(config: Sections) -> Iterator[str]:
     yield from _of_places_and_limits(config)
     yield from _of_what_is_kept(config)
     yield from broken_environment(config.engines)
+    yield from _of_gate(config)
 
 
 def _of_values(name: str, value: object) -> Iterator[str]:
@@ -272,6 +274,21 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
             " train_stale_tokens, rollouts_from, or overlap = 'iteration'), so the mismatch also contains the change"
             " of the policy, and is not checked; use on_mismatch = 'warn'"
         )
+
+
+def _of_gate(config: Sections) -> Iterator[str]:
+    evaluation = config.evaluation
+    rules = {"at_least": evaluation.gate_at_least, "at_most_below": evaluation.gate_at_most_below}
+    metrics = ["greedy", "reward_mean", *(f"pass_at_{k}" for k in powers_of_two(evaluation.num_completions))]
+    known = [f"{data.name}_{metric}" for data in config.sets("evaluation") for metric in metrics]
+    if bool(evaluation.gate_against) != any(rules.values()):
+        yield (
+            f"{evaluation.gate_against=}: a gate needs another policy and a rule, for example gate_against = 'base'"
+            f" with gate_at_most_below = {{{known[0] if known else 'SET_greedy'} = 0.02}}"
+        )
+    for rule, metric in ((rule, metric) for rule, limits in rules.items() for metric in limits):
+        if metric not in known:
+            yield f"evaluation.gate_{rule}: no evaluation has {metric!r}; use one of {', '.join(known) or 'a data set'}"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:

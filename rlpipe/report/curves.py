@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.algorithms.answers import STDERR
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import Manifest, moment_of
 from rlpipe.base.values import Metrics, expanded
@@ -312,10 +313,20 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
 
 
 def evaluation_changes(points: Evaluations) -> dict[str, str]:
-    """The first and the last value of each metric of the evaluations. Example: {"words_greedy":
-    "0.250 -> 0.500"}."""
+    """The first and the last value of each metric of the evaluations, with their standard errors.
+    Example: {"words_greedy": "0.250 ± 0.031 -> 0.500 ± 0.035"}.
+    """
     before, after = (points[0][1], points[-1][1]) if points else ({}, {})
-    return {name: f"{before[name]:.3f} -> {after[name]:.3f}" for name in sorted(before, key=by_number) if name in after}
+    both = [name for name in sorted(before, key=by_number) if name in after and not name.endswith(STDERR)]
+    return {name: f"{with_error(before, name)} -> {with_error(after, name)}" for name in both}
+
+
+def with_error(metrics: Metrics, name: str) -> str:
+    """A metric of an evaluation with its standard error, where it has one: older runs have none.
+    Example: 0.934 ± 0.018.
+    """
+    error = metrics.get(f"{name}{STDERR}")
+    return f"{metrics[name]:.3f}" if error is None else f"{metrics[name]:.3f} ± {error:.3f}"
 
 
 def before_after(run: Run, num_iterations: int) -> list[str]:
