@@ -11,7 +11,7 @@ from rlpipe.algorithms.answers import prompt_scores
 from rlpipe.base.errors import UserError
 from rlpipe.config.passing import passing_reward
 from rlpipe.extras.gate.champion import champion
-from rlpipe.records.rollout import Group, Rollout, grouped
+from rlpipe.records.rollout import SCORES, Group, Rollout, grouped
 from rlpipe.report.curves import evaluation_of
 from rlpipe.report.show import flat_settings
 from rlpipe.store.artifacts import read_records
@@ -20,7 +20,6 @@ from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.stored.remaking import committed_version
 
 DIFFERENCES_SHOWN = 3
-COLUMNS = ["prompt_id", "group_index", "rollout_index", "prompt", "prompt_tokens", "completion", "reward"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Evaluated:
     def groups(self) -> list[Group]:
         """The rollouts of each prompt, the greedy one first, by prompt id."""
         ref, _ = self.run.committed(*self.run.policy_place(self.version), "evaluation")
-        rollouts = read_records(self.run.store, ref, "evaluation.parquet", Rollout, COLUMNS)
+        rollouts = read_records(self.run.store, ref, "evaluation.parquet", Rollout, SCORES)
         rollouts.sort(key=lambda rollout: (rollout.prompt_id, rollout.rollout_index))
         return grouped(rollouts)
 
