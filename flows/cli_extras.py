@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,15 +13,11 @@ from flows.cli_services import STORE, Sets, StoreUrl, readable_store
 from flows.printing import echo, echo_all
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.extras import COMMANDS, opened
-from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.source import override_config
 from rlpipe.store.backend import Store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
-from rlpipe.store.run_record import last_started
 
-NOTHING_NAMED = 4  # the exit code of `why` where no cause was found
-GATE_FAILED = 4  # and of `gate` where a rule does not hold
+NO = 4  # the exit code of `why` where no cause was found, and of `gate` where a rule does not hold
 Host = Annotated[str, typer.Option(help="address it listens at; beyond loopback RLPIPE_VIEW_KEY must be set")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="its port; 0: a free one")]
 Query = Annotated[
@@ -91,7 +86,7 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
         explain: Callable[..., bool] = opened(COMMANDS["why"], "why")
         is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
     if not is_named:
-        raise typer.Exit(NOTHING_NAMED)
+        raise typer.Exit(NO)
 
 
 def gate(
@@ -106,18 +101,11 @@ def gate(
 
     --set evaluation.gate_... gives other rules. Exit code 4 when one does not hold.
     """
-    if others := [entry for entry in sets or [] if not entry.startswith("evaluation.gate_")]:
-        raise UserError(f"--set {others[0]}: what is stored does not change; only evaluation.gate_* may be set here")
     stored = open_existing(readable_store(store), run)
-    config = last_started(stored.store, stored.name)
-    against = against or config.evaluation.gate_against or "base"
-    config = override_config(config, [f"evaluation.gate_against={json.dumps(against)}", *(sets or [])])
-    judge: Callable[[Run, int | None, PipelineConfig, bool], tuple[bool, list[str]]]
-    judge = opened(COMMANDS["gate"], "gate")
-    passed, lines = judge(stored, version, config, as_json)
+    passed, lines = opened(COMMANDS["gate"], "gate")(stored, version, against, sets or [], as_json)
     echo_all(lines)
     if not passed:
-        raise typer.Exit(GATE_FAILED)
+        raise typer.Exit(NO)
 
 
 def _run_rlpipe(arguments: list[str]) -> int:

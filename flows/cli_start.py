@@ -184,13 +184,13 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
     )
     echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
     echo_all(result.get("before_after", []))
-    if "gate_failed" in result:
-        echo(f"  {result['gate_failed']}: it is not promoted")
+    if gate_failed := result.get("gate_failed"):
+        echo(f"  {gate_failed}: it is not promoted")
     if curves := result.get("curves"):
         echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
     echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
-    if reason or result.get("trained_nothing") or "gate_failed" in result:
-        raise typer.Exit(STOPPED if reason and "gate_failed" not in result else NOT_PROMOTED)
+    if reason or gate_failed or result.get("trained_nothing"):
+        raise typer.Exit(STOPPED if reason and not gate_failed else NOT_PROMOTED)
 
 
 def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:

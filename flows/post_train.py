@@ -86,29 +86,29 @@ async def _phases(config: PipelineConfig) -> RunReport:
             await _require_approval(session, "rl")
             await rl(config=config)
         done = await asyncio.to_thread(session.progress.num_done, "rl")
-        passed, verdict = None, ""
+        gate_failed = None
         if not (await asyncio.to_thread(untrained_so_far, session.run, done)).is_all:
-            passed, verdict = await _pass_gate(session, done)
+            gate_failed = await _pass_gate(session, done)
             await _require_approval(session, "register")
-        report = await publish_report(session, done, passed)
-        reason, failed = await reason_to_end(session, "rl", done), verdict if passed is False else ""
-        report |= ({"stopped": reason} if reason else {}) | ({"gate_failed": failed} if failed else {})
-        return await ended(session, PHASES, report, reason, failed)
+        report = await publish_report(session, done, gate_failed)
+        reason = await reason_to_end(session, "rl", done)
+        report |= {"stopped": reason} if reason else {}
+        return await ended(session, PHASES, report, reason, gate_failed or "")
 
 
-async def _pass_gate(session: Session, version: int) -> tuple[bool | None, str]:
-    """Whether a weight version passes the gate of the config, and its verdict in one line; None
-    where the config has no gate. Evaluates what is to be compared of this run.
+async def _pass_gate(session: Session, version: int) -> str | None:
+    """The verdict in one line where a weight version fails the gate of the config, empty where it
+    passes; None where there is no gate. Evaluates what is to be compared of this run.
     """
     evaluation = session.config.evaluation
     if not evaluation.gate_against:
-        return None, ""
-    judge = opened(COMMANDS["gate"], "evaluation.gate_against")
+        return None
+    judge = opened(COMMANDS["gate of a run"], "evaluation.gate_against")
     for compared in {version, 0} if evaluation.gate_against in ("base", "champion") else {version}:
         await evaluate_version(session, compared)
-    passed, lines = await asyncio.to_thread(judge, session.run, version, session.config, False)
+    passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
     await publish_gate(session, passed, lines)
-    return passed, lines[0]
+    return "" if passed else lines[0]
 
 
 async def _require_approval(session: Session, gate: Gate) -> None:

@@ -28,7 +28,6 @@ from prefect.states import Completed
 
 from flows.events import Facts, tell, tell_iteration
 from flows.terminal import bar, iteration_line, say
-from rlpipe.algorithms.answers import STDERR
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.printable import printable
 from rlpipe.loop.session import Session
@@ -41,8 +40,8 @@ from rlpipe.report.curves import (
     evaluations,
     policy_tags,
     reward_svg,
-    with_error,
-)
+    with_errors,
+)  # fmt: skip
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
 from rlpipe.report.tracking import ROLLOUTS
 from rlpipe.store.artifacts import is_pruned
@@ -219,12 +218,12 @@ class RunReport(TypedDict, total=False):
     gate_failed: str
 
 
-async def publish_report(session: Session, total: int, passed: bool | None = None) -> RunReport:
+async def publish_report(session: Session, total: int, gate_failed: str | None = None) -> RunReport:
     """Draws the curves of `total` committed iterations, tracks and registers their policy; returns
     the addresses of everything.
 
-    A policy that RL has not changed is not registered. `passed`: the verdict of its gate; None
-    without one.
+    A policy that RL has not changed is not registered. `gate_failed`: what its gate says of
+    one that failed; empty when it passed, None without a gate.
     """
     run = session.run
     skipped = await asyncio.to_thread(untrained_so_far, run, total)
@@ -243,9 +242,9 @@ async def publish_report(session: Session, total: int, passed: bool | None = Non
         session.tracker.publish(
             folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said)
         )
-    if passed is not None:
+    if gate_failed is not None:
         promoted = partial(tell, run.name, "gate.passed", f"{folder} passed its gate, and is the champion", facts)
-        session.tracker.judged(folder, passed, lambda: here.run(promoted))
+        session.tracker.judged(folder, not gate_failed, lambda: here.run(promoted))
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
     lines = [
         f"# {run.name}, {total} iterations",
@@ -257,6 +256,7 @@ async def publish_report(session: Session, total: int, passed: bool | None = Non
     ]
     await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
     report: RunReport = {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
+    report["gate_failed"] = gate_failed or ""
     return report | ({"untrained": str(skipped), "trained_nothing": skipped.is_all} if skipped.num else {})
 
 
@@ -272,8 +272,8 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     """
     run, done = session.run, session.progress.num_done("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
-    newest = evaluated[-1][1] if evaluated else {}
-    lines = [f"  {name:32s} {with_error(newest, name)}" for name in sorted(newest) if not name.endswith(STDERR)]
+    newest = with_errors(evaluated[-1][1] if evaluated else {})
+    lines = [f"  {name:32s} {value}" for name, value in sorted(newest.items())]
     lines = await asyncio.to_thread(before_after, run, done) or lines or ["  no evaluation yet"]
     title = f"# {run.name} waits for an approval before {before}"
     await _show(
@@ -288,8 +288,8 @@ async def publish_gate(session: Session, passed: bool, lines: list[str]) -> None
     """Says what the gate found, and shows it as an artifact of the flow run."""
     for line in lines:
         say(line)
-    title = f"# {session.run.name} {'passed' if passed else 'failed'} its gate"
-    await _show(f"{_key(session)}-gate", [title, "", *_preformatted(lines)], "The policy beside the one to beat")
+    markdown = [f"# {session.run.name} {'passed' if passed else 'failed'} its gate", "", *_preformatted(lines)]
+    await _show(f"{_key(session)}-gate", markdown, "The policy beside the one to beat")
 
 
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "", gate_failed: str = "") -> Any:
@@ -307,10 +307,8 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
             context is None or context.flow_run is None or context.flow_run.parent_task_run_id is None
         ):  # else the outer flow reports it too
             tell(session.run.name, "run.stopped", reason)
-    if gate_failed:
-        return Completed(name="GateFailed", message=gate_failed, data=data)
-    if reason:
-        return Completed(name="Stopped", message=reason, data=data)
+    if reason or gate_failed:
+        return Completed(name="GateFailed" if gate_failed else "Stopped", message=gate_failed or reason, data=data)
     skipped = await asyncio.to_thread(
         untrained_so_far, session.run, session.progress.num_done("rl") if "rl" in phases else 0
     )

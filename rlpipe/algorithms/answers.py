@@ -152,8 +152,9 @@ def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float
 
     `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled
     completions `_pass_at_<k>` for k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where
-    the reward has such a part. Each mean of `prompt_scores` has a standard error,
-    `_<metric>_stderr`, where there are two prompts or more.
+    the reward has such a part. Where there are two prompts or more, each mean of `prompt_scores`
+    has its standard error over prompts, `_<metric>_stderr`: their standard deviation (with n - 1)
+    over the square root of n.
     """
     sampled = [rollout for rollout in rollouts if rollout.rollout_index > 0]
     scores = prompt_scores(rollouts, threshold)
@@ -163,7 +164,8 @@ def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float
         "reward_mean": np.mean([rollout.reward or 0.0 for rollout in sampled]),
         "length_tokens_mean": np.mean([len(rollout.completion_tokens) for rollout in sampled]),
     }
-    metrics |= {f"{key}{STDERR}": standard_error(values) for key, values in scores.items() if len(values) > 1}
+    errors = {key: np.std(values, ddof=1) / math.sqrt(len(values)) for key, values in scores.items() if len(values) > 1}
+    metrics |= {f"{key}{STDERR}": error for key, error in errors.items()}
     formats = [rollout.reward_parts["format"] for rollout in sampled if "format" in rollout.reward_parts]
     metrics |= {"format_rate": np.mean(formats)} if formats else {}
     return {f"{name}_{key}": float(value) for key, value in metrics.items()}
@@ -191,13 +193,6 @@ def prompt_scores(rollouts: Group, threshold: float) -> dict[str, list[float]]:
         answers = [[answer_text(rollout.completion) for rollout in group] for group in sampled]
         scores[f"maj_at_{count}"] = [float(majority_passes(*pair)) for pair in zip(answers, passed, strict=True)]
     return scores
-
-
-def standard_error(values: list[float]) -> float:
-    """The standard error of the mean of two or more independent values: their standard deviation
-    (with n - 1) over the square root of n.
-    """
-    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def _passes(rollout: Rollout, threshold: float) -> bool:

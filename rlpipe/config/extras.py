@@ -32,7 +32,8 @@ WHY = ("why", ("scipy",))
 COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
-    "gate": Extra(f"{ROOM}.gate.command:judge", *GATE),
+    "gate": Extra(f"{ROOM}.gate.command:judge_stored", *GATE),
+    "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "why --second": Extra(f"{ROOM}.why.command:compare_rewards", *WHY),
 }

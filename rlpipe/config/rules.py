@@ -278,17 +278,13 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
 
 def _of_gate(config: Sections) -> Iterator[str]:
     evaluation = config.evaluation
-    rules = {"at_least": evaluation.gate_at_least, "at_most_below": evaluation.gate_at_most_below}
+    rules = evaluation.gate_at_least | evaluation.gate_at_most_below
     metrics = ["greedy", "reward_mean", *(f"pass_at_{k}" for k in powers_of_two(evaluation.num_completions))]
     known = [f"{data.name}_{metric}" for data in config.sets("evaluation") for metric in metrics]
-    if bool(evaluation.gate_against) != any(rules.values()):
-        yield (
-            f"{evaluation.gate_against=}: a gate needs another policy and a rule, for example gate_against = 'base'"
-            f" with gate_at_most_below = {{{known[0] if known else 'SET_greedy'} = 0.02}}"
-        )
-    for rule, metric in ((rule, metric) for rule, limits in rules.items() for metric in limits):
-        if metric not in known:
-            yield f"evaluation.gate_{rule}: no evaluation has {metric!r}; use one of {', '.join(known) or 'a data set'}"
+    if bool(evaluation.gate_against) != bool(rules):
+        yield f"{evaluation.gate_against=}: set gate_against='base', and a rule: gate_at_most_below={{words_greedy=0.02}}"
+    if unknown := [metric for metric in rules if metric not in known]:
+        yield f"evaluation.gate_*: no evaluation has {unknown[0]!r}; use one of {', '.join(known) or 'a data set'}"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:

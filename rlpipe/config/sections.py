@@ -88,18 +88,13 @@ class EvaluationConfig(BaseModel, **STRICT):
     gate_against: Annotated[str, "operational", Added("")] = Field(
         default="",
         pattern=r"^(base|champion|run:[A-Za-z0-9][A-Za-z0-9._-]*(@\d{1,9})?)?$",
-        description=(
-            "Policy that the last one is compared with before it is promoted: base (what RL starts from), run:NAME or"
-            " run:NAME@VERSION, champion (of the model in MLflow); empty: no gate"
-        ),
+        description="Policy to beat: base (RL's start), run:NAME, run:NAME@VERSION, champion (of MLflow); empty: none",
     )
     gate_at_least: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], "operational", Added({})] = Field(
-        default_factory=dict,
-        description="SET_METRIC -> smallest lower bound of the 95 % interval of its difference; for example 0.01",
+        default_factory=dict, description="SET_METRIC -> smallest lower bound of its difference (95 % interval)"
     )
     gate_at_most_below: Annotated[dict[str, Annotated[float, Field(ge=0, le=1e6)]], "operational", Added({})] = Field(
-        default_factory=dict,
-        description="SET_METRIC -> how far below 0 that lower bound may be; for example 0.02",
+        default_factory=dict, description="SET_METRIC -> how far below 0 that lower bound may be; 0.02 for example"
     )
 
 

@@ -316,17 +316,16 @@ def evaluation_changes(points: Evaluations) -> dict[str, str]:
     """The first and the last value of each metric of the evaluations, with their standard errors.
     Example: {"words_greedy": "0.250 ± 0.031 -> 0.500 ± 0.035"}.
     """
-    before, after = (points[0][1], points[-1][1]) if points else ({}, {})
-    both = [name for name in sorted(before, key=by_number) if name in after and not name.endswith(STDERR)]
-    return {name: f"{with_error(before, name)} -> {with_error(after, name)}" for name in both}
+    before, after = (with_errors(points[at][1]) if points else {} for at in (0, -1))
+    return {name: f"{before[name]} -> {after[name]}" for name in sorted(before, key=by_number) if name in after}
 
 
-def with_error(metrics: Metrics, name: str) -> str:
-    """A metric of an evaluation with its standard error, where it has one: older runs have none.
-    Example: 0.934 ± 0.018.
+def with_errors(metrics: Metrics) -> dict[str, str]:
+    """The metrics of an evaluation, those that have a standard error with it: older runs have none.
+    Example: {"words_greedy": "0.934 ± 0.018"}.
     """
-    error = metrics.get(f"{name}{STDERR}")
-    return f"{metrics[name]:.3f}" if error is None else f"{metrics[name]:.3f} ± {error:.3f}"
+    errors = {name: f" ± {metrics[name + STDERR]:.3f}" for name in metrics if name + STDERR in metrics}
+    return {name: f"{metrics[name]:.3f}{errors.get(name, '')}" for name in metrics if not name.endswith(STDERR)}
 
 
 def before_after(run: Run, num_iterations: int) -> list[str]:

@@ -30,7 +30,6 @@ from rlpipe.store.run import Run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
 
 log = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 30.0
@@ -65,6 +64,24 @@ def tracking_uri(config: PipelineConfig) -> str:
     """
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
+
+
+def champion_tags(config: PipelineConfig) -> dict[str, str] | None:
+    """The tags of the version of the project's model that is champion; None where there is none.
+    UserError when MLflow does not say.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        client = MlflowClient(with_password_aside(tracking_uri(config)))
+        return dict(client.get_model_version_by_alias(config.tracking.project, CHAMPION).tags)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, or alias
+            return None
+        raise UserError(f"evaluation.gate_against='champion': {said_of(error, tracking_uri(config))}") from error
 
 
 def status_of(error: BaseException) -> str:
@@ -336,7 +353,7 @@ class Tracker:
         )
         on_registered()
 
-    def _registered(self, policy_url: str) -> list[ModelVersion]:
+    def _registered(self, policy_url: str) -> list[Any]:
         versions = self._client.search_model_versions(f"name = '{self._project}'")
         return [version for version in versions if version.tags.get(POLICY_TAG) == policy_url]
 
@@ -349,9 +366,8 @@ class Tracker:
                 continue
             if passed:
                 self._client.set_registered_model_alias(self._project, CHAMPION, version.version)
-            self._client.set_model_version_tag(
-                self._project, version.version, GATE_TAG, "passed" if passed else "failed"
-            )
+            verdict = "passed" if passed else "failed"
+            self._client.set_model_version_tag(self._project, version.version, GATE_TAG, verdict)
             if passed:
                 on_promoted()
 

@@ -11,10 +11,12 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import override_config
 from rlpipe.extras.gate.pairs import Evaluated, check_alike, data_of, opponent
 from rlpipe.extras.gate.statistics import CONFIDENCE, Difference, difference
 from rlpipe.report.show import text_line
 from rlpipe.store.run import Run
+from rlpipe.store.run_record import last_started
 from rlpipe.stored.remaking import committed_version
 
 WORST_SHOWN = 3
@@ -60,12 +62,27 @@ class GateReport:
     worst: list[WorsePrompt]
 
 
-def judge(run: Run, version: int | None, config: PipelineConfig, as_json: bool) -> tuple[bool, list[str]]:
-    """Compares the evaluation of a weight version, or of the newest one, with that of the policy
-    that the config names. Returns whether all rules hold, and the report as lines.
+def judge_stored(run: Run, version: int | None, against: str, sets: list[str], as_json: bool) -> tuple[bool, list[str]]:
+    """Compares the evaluation of a weight version, or of the newest one, by the rules of the run's
+    last start, over which `sets` go. `against`: as in the config; empty: as configured, or base.
+
+    Returns whether all rules hold, and the report as lines.
     """
+    if others := [entry for entry in sets if not entry.startswith("evaluation.gate_")]:
+        raise UserError(f"--set {others[0]}: what is stored does not change; only evaluation.gate_* may be set here")
+    config = last_started(run.store, run.name)
+    against = against or config.evaluation.gate_against or "base"
+    config = override_config(config, [f"evaluation.gate_against={json.dumps(against)}", *sets])
     report = gate_report(run, committed_version(run, version), config)
     return report.passed, [json.dumps(asdict(report))] if as_json else report_lines(report)
+
+
+def judge(run: Run, version: int, config: PipelineConfig) -> tuple[bool, list[str]]:
+    """Whether the evaluation of a weight version holds to all rules of the config, and the report
+    as lines.
+    """
+    report = gate_report(run, version, config)
+    return report.passed, report_lines(report)
 
 
 def gate_report(run: Run, version: int, config: PipelineConfig) -> GateReport:

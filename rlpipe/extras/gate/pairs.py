@@ -97,8 +97,10 @@ def check_alike(old: Evaluated, new: Evaluated) -> None:
     pairs = {name: (old.settings.get(name), new.settings.get(name)) for name in sorted(old.settings | new.settings)}
     differ = [f"{name}: {before} and {after}" for name, (before, after) in pairs.items() if before != after]
     if not differ:
-        asked = [{group[0].prompt_id: group[0].prompt_tokens.tolist() for group in side.groups} for side in (old, new)]
-        other = [name for name in asked[0] | asked[1] if asked[0].get(name) != asked[1].get(name)]
+        prompts = [
+            {group[0].prompt_id: group[0].prompt_tokens.tolist() for group in side.groups} for side in (old, new)
+        ]
+        other = [name for name in prompts[0] | prompts[1] if prompts[0].get(name) != prompts[1].get(name)]
         differ = [f"the prompt {name}" for name in other]
     if differ:
         rest = f" and {len(differ) - DIFFERENCES_SHOWN} more" if len(differ) > DIFFERENCES_SHOWN else ""

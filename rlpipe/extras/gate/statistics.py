@@ -60,7 +60,7 @@ def interval(values_N: np.ndarray, seed: int) -> tuple[float, float]:
     """The percentile bootstrap interval of the mean, of CONFIDENCE, from DRAWS draws of N prompts
     (Efron and Tibshirani 1993, chapter 13).
     """
-    found = stats.bootstrap(
+    bounds = stats.bootstrap(
         (values_N,),
         np.mean,
         n_resamples=DRAWS,
@@ -69,7 +69,7 @@ def interval(values_N: np.ndarray, seed: int) -> tuple[float, float]:
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(bounds.low), float(bounds.high)
 
 
 def sign_test(better: int, worse: int) -> float:

@@ -156,9 +156,9 @@ def test_the_champion_is_the_version_with_the_alias_and_without_one_it_is_base(
     assert report.against == "a@1" and not report.passed
     # its own run, started again
     strict = override_config(against_champion(a), ["evaluation.gate_at_least={words_greedy = 0.5}"])
-    assert judge(a, None, strict, False)[0]
+    assert judge(a, 1, strict)[0]
     client.set_model_version_tag("rlpipe", "1", "rlpipe.policy_sha256", "0" * 64)
-    with pytest.raises(UserError, match="version 1 of the model rlpipe is the champion, and is no policy of file://"):
+    with pytest.raises(UserError, match="the champion of rlpipe, version 1 of run a, is no policy of file://"):
         gate_report(b, 1, config)
 
 
