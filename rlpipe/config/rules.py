@@ -282,7 +282,7 @@ def _of_gate(config: Sections) -> Iterator[str]:
     metrics = ["greedy", "reward_mean", *(f"pass_at_{k}" for k in powers_of_two(evaluation.num_completions))]
     known = [f"{data.name}_{metric}" for data in config.sets("evaluation") for metric in metrics]
     if bool(evaluation.gate_against) != bool(rules):
-        yield f"{evaluation.gate_against=}: set gate_against='base', and a rule: gate_at_most_below={{words_greedy=0.02}}"
+        yield f"{evaluation.gate_against=}: a gate needs gate_against and a rule, gate_at_most_below for example"
     if unknown := [metric for metric in rules if metric not in known]:
         yield f"evaluation.gate_*: no evaluation has {unknown[0]!r}; use one of {', '.join(known) or 'a data set'}"
 

@@ -36,7 +36,8 @@ def test_a_worse_policy_is_registered_and_not_promoted(tmp_path: Path, prefect_a
     said = folder.complete("good", *GATED)
     assert "gate of good@1 against good@0: passed" in said, said[-3000:]  # there was no champion yet
     # a step that destroys what SFT taught
-    code, said = folder.rlpipe(*folder.run_arguments("bad", *GATED, "rl.learning_rate=0.1"))
+    fork = ["fork", "good", "--at", "sft", "--run", "bad", "--store", folder.store]
+    code, said = folder.rlpipe(*fork, "--set", "rl.learning_rate=0.1")
     assert code == 4 and "gate of bad@1 against good@1: FAILED" in said, said[-3000:]
     assert said.count("worse: words/") == 3
 
