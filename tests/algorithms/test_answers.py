@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlpipe.algorithms.answers import STDERR, answer_text, majority_passes, pass_at_k, set_metrics
 from rlpipe.base.values import JsonDict
 from rlpipe.records.rollout import Group
-from rlpipe.report.curves import _drawn
+from rlpipe.report.curves import _drawn, evaluation_changes, with_errors
 from rlpipe.store.audit import by_number
 from tests.rows import rollout
 
@@ -134,6 +134,14 @@ def test_no_name_is_lost_or_the_path_of_another(num_completions: int, sets: list
     assert powers[0] == 1
     assert all(k <= num_completions for k in powers)
     assert 2 * powers[-1] > num_completions
+
+
+def test_a_metric_is_printed_with_its_standard_error_and_one_of_an_older_run_without() -> None:
+    new = {"s_greedy": 0.9344, "s_greedy_stderr": 0.0182, "s_length_tokens_mean": 7.25}
+    assert with_errors(new) == {"s_greedy": "0.934 ± 0.018", "s_length_tokens_mean": "7.250"}
+    changes = evaluation_changes([(0, {"s_greedy": 0.5}), (3, new)])
+    assert changes == {"s_greedy": "0.500 -> 0.934 ± 0.018"}
+    assert _drawn(set(new)) == ["s_greedy"]
 
 
 def test_what_is_drawn_of_many_k() -> None:
