@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli_extras import chat, serve, sql, view, why
+from flows.cli_extras import chat, gate, serve, sql, view, why
 from flows.cli_search import search_command
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
@@ -217,7 +217,7 @@ def automations(
     echo_all(lines)
 
 
-for command in (sql, view, why, serve, chat):
+for command in (sql, view, why, gate, serve, chat):
     app.command()(command)
 add_service_commands(app)
 for registered in app.registered_commands:

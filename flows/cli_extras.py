@@ -1,4 +1,4 @@
-"""Commands of extras: `rlpipe view`, `sql`, `why`, `serve` and `chat`."""
+"""Commands of extras: `rlpipe view`, `sql`, `why`, `gate`, `serve` and `chat`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpipe.store.backend import Store
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 
-NOTHING_NAMED = 4  # the exit code of `why` where no cause was found
+NO = 4  # the exit code of `why` where no cause was found, and of `gate` where a rule does not hold
 Host = Annotated[str, typer.Option(help="address it listens at; beyond loopback RLPIPE_VIEW_KEY must be set")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="its port; 0: a free one")]
 Query = Annotated[
@@ -100,7 +100,26 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
         explain: Callable[..., bool] = opened(COMMANDS["why"], "why")
         is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
     if not is_named:
-        raise typer.Exit(NOTHING_NAMED)
+        raise typer.Exit(NO)
+
+
+def gate(
+    run: str,
+    version: Annotated[int | None, typer.Option(metavar="K", help="weight version, by default the newest")] = None,
+    against: Annotated[str, typer.Option(help="base, run:NAME, run:NAME@K or champion; by default as configured")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="the whole report as JSON")] = False,
+    sets: Sets = None,
+    store: StoreUrl = STORE,
+) -> None:
+    """Compare a policy with another on the same held-out prompts, by the rules of its run.
+
+    --set evaluation.gate_... gives other rules. Exit code 4 when one does not hold.
+    """
+    stored = open_existing(readable_store(store), run)
+    passed, lines = opened(COMMANDS["gate"], "gate")(stored, version, against, sets or [], as_json)
+    echo_all(lines)
+    if not passed:
+        raise typer.Exit(NO)
 
 
 def serve(

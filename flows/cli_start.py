@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Started = Callable[[], Coroutine[Any, Any, Result]]
 STOPPED = 3  # the exit code of a run that a budget or a stop rule ended
-TRAINED_NOTHING = 4  # and of one in which nothing was kept to train
+NOT_PROMOTED = 4  # and of one in which nothing was kept to train, or whose policy failed its gate
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE", help="a preset's name, or a TOML file")]
 Name = Annotated[str | None, typer.Option("--run", help="name of the run")]
 At = Annotated[
@@ -187,11 +187,13 @@ def run_to_end(config: PipelineConfig, early: EarlyServer) -> None:
     )
     echo("\n" + ": ".join([f"run {config.run} {state}", *([result["untrained"]] if "untrained" in result else [])]))
     echo_all(result.get("before_after", []))
+    if gate_failed := result.get("gate_failed"):
+        echo(f"  {gate_failed}: it is not promoted")
     if curves := result.get("curves"):
         echo(f"  curves  {curves}\n  policy  {result.get('policy')}")
     echo_all(["  look at it with", *(f"    {command}" for command in look_commands(config, database))])
-    if reason or result.get("trained_nothing"):
-        raise typer.Exit(STOPPED if reason else TRAINED_NOTHING)
+    if reason or gate_failed or result.get("trained_nothing"):
+        raise typer.Exit(STOPPED if reason and not gate_failed else NOT_PROMOTED)
 
 
 def _run(config: PipelineConfig, early: EarlyServer) -> tuple[RunReport, Path | None]:

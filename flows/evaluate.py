@@ -8,9 +8,11 @@ from prefect import flow
 
 from flows.session import open_session, run_name
 from rlpipe.base.errors import UserError
+from rlpipe.base.manifests import StageResult
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
+from rlpipe.loop.session import Session
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import find_run
 from rlpipe.store.run import Run
@@ -35,12 +37,19 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
         raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
     newest = await asyncio.to_thread(version_to_evaluate, run, version)
     async with open_session(config) as session:
-        policy, _ = await asyncio.to_thread(session.run.policy, newest)
-        if await asyncio.to_thread(is_missing_to_evaluate, session.run, newest):
-            await restore_policy(session, version=newest)
-        evaluated = await evaluate_task(session, policy=policy, version=newest)
-        session.tracker.evaluated(newest)
-        return evaluated.metrics
+        return (await evaluate_version(session, newest)).metrics
+
+
+async def evaluate_version(session: Session, version: int) -> StageResult:
+    """The evaluation of a committed weight version, whose policy is made again where it is pruned;
+    also tracked.
+    """
+    policy, _ = await asyncio.to_thread(session.run.policy, version)
+    if await asyncio.to_thread(is_missing_to_evaluate, session.run, version):
+        await restore_policy(session, version=version)
+    evaluated = await evaluate_task(session, policy=policy, version=version)
+    session.tracker.evaluated(version)
+    return evaluated
 
 
 def version_to_evaluate(run: Run, version: int | None) -> int:

@@ -17,7 +17,7 @@ from rlpipe.base.printable import printable
 from rlpipe.base.values import Metrics
 from rlpipe.report.reward import fall
 
-Event = Literal["iteration.committed", "policy.registered", "reward.fell", "run.stopped"]
+Event = Literal["iteration.committed", "policy.registered", "gate.passed", "reward.fell", "run.stopped"]
 
 
 class Facts(TypedDict, total=False):

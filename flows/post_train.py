@@ -15,14 +15,16 @@ from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
+from flows.evaluate import evaluate_version
 from flows.printing import echo
 from flows.rl import rl
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
-from flows.ui import RunReport, ended, publish_evaluation, publish_report, untrained_so_far
+from flows.ui import RunReport, ended, publish_evaluation, publish_gate, publish_report, untrained_so_far
 from rlpipe.base.errors import RunWaits
 from rlpipe.base.values import JsonDict
+from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
@@ -51,7 +53,8 @@ async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig)
     committed stage is never done twice.
 
     A run that a budget or a stop rule ended is published as far as it came, in a state `Stopped`.
-    One that trained nothing is not registered, and ends in a state `NothingTrained`.
+    One that trained nothing is not registered, and ends in a state `NothingTrained`; one whose
+    policy fails its gate is not promoted, and ends in a state `GateFailed`.
 
     Args:
         changes: Only what differs from the config below, for example
@@ -83,11 +86,29 @@ async def _phases(config: PipelineConfig) -> RunReport:
             await _require_approval(session, "rl")
             await rl(config=config)
         done = await asyncio.to_thread(session.progress.num_done, "rl")
+        gate_failed = None
         if not (await asyncio.to_thread(untrained_so_far, session.run, done)).is_all:
+            gate_failed = await _pass_gate(session, done)
             await _require_approval(session, "register")
-        report = await publish_report(session, done)
+        report = await publish_report(session, done, gate_failed)
         reason = await reason_to_end(session, "rl", done)
-        return await ended(session, PHASES, report | ({"stopped": reason} if reason else {}), reason)
+        report |= {"stopped": reason} if reason else {}
+        return await ended(session, PHASES, report, reason, gate_failed or "")
+
+
+async def _pass_gate(session: Session, version: int) -> str | None:
+    """The verdict in one line where a weight version fails the gate of the config, empty where it
+    passes; None where there is no gate. Evaluates what is to be compared of this run.
+    """
+    evaluation = session.config.evaluation
+    if not evaluation.gate_against:
+        return None
+    judge = opened(COMMANDS["gate of a run"], "evaluation.gate_against")
+    for compared in {version, 0} if evaluation.gate_against in ("base", "champion") else {version}:
+        await evaluate_version(session, compared)
+    passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
+    await publish_gate(session, passed, lines)
+    return "" if passed else lines[0]
 
 
 async def _require_approval(session: Session, gate: Gate) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from flows.printing import echo_above
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.values import Metrics
+from rlpipe.report.curves import with_errors
 
 LOG_NAME = "flows.log"
 # Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run`
@@ -92,8 +93,8 @@ def iteration_line(record: IterationRecord) -> str:
     )
     if not metrics["train/num_tokens"]:
         line += f"  nothing was trained{_dropped(metrics)}"
-    evaluated = [name for name in record.evaluation if name.endswith(("_greedy", "_pass_at_1"))]
-    evaluation = "  ".join(f"{name} {record.evaluation[name]:.3f}" for name in evaluated)
+    shown = with_errors(record.evaluation)
+    evaluation = "  ".join(f"{name} {shown[name]}" for name in shown if name.endswith(("_greedy", "_pass_at_1")))
     return f"{line}  | {evaluation}" if evaluation else line
 
 

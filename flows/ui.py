@@ -32,7 +32,16 @@ from rlpipe.base.manifests import IterationRecord
 from rlpipe.base.printable import printable
 from rlpipe.loop.session import Session
 from rlpipe.records.turns import transcript
-from rlpipe.report.curves import BEFORE_RL, EXPORT_TAG, before_after, draw_curves, evaluations, policy_tags, reward_svg
+from rlpipe.report.curves import (
+    BEFORE_RL,
+    EXPORT_TAG,
+    before_after,
+    draw_curves,
+    evaluations,
+    policy_tags,
+    reward_svg,
+    with_errors,
+)  # fmt: skip
 from rlpipe.report.show import TrainedGroup, parts_text, trained_groups
 from rlpipe.report.tracking import ROLLOUTS
 from rlpipe.store.artifacts import is_pruned
@@ -195,8 +204,8 @@ def _literal(text: str) -> str:
 
 class RunReport(TypedDict, total=False):
     """The result of `post-train`: the addresses of everything, the reason why the run was stopped
-    (where it was), and the number of iterations in which nothing was trained (where there were
-    any). A run that was stopped in SFT has no policy.
+    (where it was), the number of iterations in which nothing was trained (where there were any),
+    and the verdict of a gate that failed. A run that was stopped in SFT has no policy.
     """
 
     run: str
@@ -206,13 +215,15 @@ class RunReport(TypedDict, total=False):
     stopped: str
     untrained: str
     trained_nothing: bool
+    gate_failed: str
 
 
-async def publish_report(session: Session, total: int) -> RunReport:
+async def publish_report(session: Session, total: int, gate_failed: str | None = None) -> RunReport:
     """Draws the curves of `total` committed iterations, tracks and registers their policy; returns
     the addresses of everything.
 
-    A policy that RL has not changed is not registered.
+    A policy that RL has not changed is not registered. `gate_failed`: what its gate says of
+    one that failed; empty when it passed, None without a gate.
     """
     run = session.run
     skipped = await asyncio.to_thread(untrained_so_far, run, total)
@@ -231,6 +242,9 @@ async def publish_report(session: Session, total: int) -> RunReport:
         session.tracker.publish(
             folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said)
         )
+    if gate_failed is not None:
+        promoted = partial(tell, run.name, "gate.passed", f"{folder} passed its gate, and is the champion", facts)
+        session.tracker.judged(folder, not gate_failed, lambda: here.run(promoted))
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
     lines = [
         f"# {run.name}, {total} iterations",
@@ -242,6 +256,7 @@ async def publish_report(session: Session, total: int) -> RunReport:
     ]
     await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
     report: RunReport = {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
+    report["gate_failed"] = gate_failed or ""
     return report | ({"untrained": str(skipped), "trained_nothing": skipped.is_all} if skipped.num else {})
 
 
@@ -257,12 +272,9 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     """
     run, done = session.run, session.progress.num_done("rl")
     evaluated = await asyncio.to_thread(evaluations, run, done)
-    lines = (
-        [f"  {name:32s} {value:.3f}" for name, value in sorted(evaluated[-1][1].items())]
-        if evaluated
-        else ["  no evaluation yet"]
-    )
-    lines = await asyncio.to_thread(before_after, run, done) or lines
+    newest = with_errors(evaluated[-1][1] if evaluated else {})
+    lines = [f"  {name:32s} {value}" for name, value in sorted(newest.items())]
+    lines = await asyncio.to_thread(before_after, run, done) or lines or ["  no evaluation yet"]
     title = f"# {run.name} waits for an approval before {before}"
     await _show(
         f"{_key(session)}-approval",
@@ -272,13 +284,21 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     return lines
 
 
-async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "") -> Any:
+async def publish_gate(session: Session, passed: bool, lines: list[str]) -> None:
+    """Says what the gate found, and shows it as an artifact of the flow run."""
+    for line in lines:
+        say(line)
+    markdown = [f"# {session.run.name} {'passed' if passed else 'failed'} its gate", "", *_preformatted(lines)]
+    await _show(f"{_key(session)}-gate", markdown, "The policy beside the one to beat")
+
+
+async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "", gate_failed: str = "") -> Any:
     """Returns a flow's data at its end, in a state that says why the phases ended, or that there
     was nothing to do.
 
-    `Stopped`: a budget or a stop rule ended the phases, for `reason`. `NothingTrained`: RL is
-    complete, and no iteration kept anything to train. `NothingToTrain`: everything was committed
-    before this start.
+    `GateFailed`: the policy is registered, and not promoted. `Stopped`: a budget or a stop rule
+    ended the phases, for `reason`. `NothingTrained`: RL is complete, and no iteration kept anything
+    to train. `NothingToTrain`: everything was committed before this start.
     """
     session.tracker.stopped = reason
     if reason:
@@ -287,7 +307,8 @@ async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: st
             context is None or context.flow_run is None or context.flow_run.parent_task_run_id is None
         ):  # else the outer flow reports it too
             tell(session.run.name, "run.stopped", reason)
-        return Completed(name="Stopped", message=reason, data=data)
+    if reason or gate_failed:
+        return Completed(name="GateFailed" if gate_failed else "Stopped", message=gate_failed or reason, data=data)
     skipped = await asyncio.to_thread(
         untrained_so_far, session.run, session.progress.num_done("rl") if "rl" in phases else 0
     )

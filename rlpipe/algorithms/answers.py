@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 import numpy as np
 
+from rlpipe.base.values import powers_of_two
 from rlpipe.records.rollout import Group, Rollout
 
 # \{ and \} are printed braces of a formula, and close nothing
@@ -27,6 +28,7 @@ _HASHED = re.compile(r"(?<!#)####(?!#)(.*)")  # GSM8K's mark; with a fifth # it 
 _NUMBER_FIRST = re.compile(r"(?:\\?\$|[€£¥])?[+-]?[.\d]")
 _COUNTED = re.compile(r"\d+[.):]\s")  # a heading: "#### 1. Check"
 COMPARED_CHARS = 200  # of each of the two answers
+STDERR = "_stderr"  # the end of the name of a metric's standard error
 LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}")  # words inside a formula
 
 
@@ -151,41 +153,60 @@ def set_metrics(name: str, rollouts: Group, threshold: float) -> dict[str, float
 
     `<set>_greedy`, `_pass_at_1`, `_reward_mean`, `_length_tokens_mean`; with n > 1 sampled
     completions `_pass_at_<k>` for k = 2, 4, 8, ... up to n, and `_maj_at_<n>`; `_format_rate` where
-    the reward has such a part. Those of which there is no rollout are not there.
+    the reward has such a part. Those of which there is no rollout are not there. Where there are
+    two prompts or more, each mean of `prompt_scores` has its standard error over prompts,
+    `_<metric>_stderr`: their standard deviation (with n - 1) over the square root of n.
     """
     sampled = [rollout for rollout in rollouts if rollout.rollout_index > 0]
-    values = {
-        "greedy": [_passes(rollout, threshold) for rollout in rollouts if rollout.rollout_index == 0],
+    scores = prompt_scores(rollouts, threshold)
+    values: dict[str, Sequence[float]] = {
+        **{key: [*by_prompt.values()] for key, by_prompt in scores.items()},
+        # over all completions at once, as older runs have them: means of means may have other bits
         "pass_at_1": [_passes(rollout, threshold) for rollout in sampled],
         "reward_mean": [rollout.reward or 0.0 for rollout in sampled],
         "length_tokens_mean": [len(rollout.completion_tokens) for rollout in sampled],
-        **_over_completions(sampled, threshold),
         "format_rate": [rollout.reward_parts["format"] for rollout in sampled if "format" in rollout.reward_parts],
     }
-    return {f"{name}_{key}": float(np.mean(entries)) for key, entries in values.items() if entries}
+    metrics = {key: np.mean(entries) for key, entries in values.items() if len(entries)}
+    for key, by_prompt in scores.items():
+        if len(by_prompt) > 1:
+            metrics[f"{key}{STDERR}"] = np.std([*by_prompt.values()], ddof=1) / math.sqrt(len(by_prompt))
+    return {f"{name}_{key}": float(value) for key, value in metrics.items()}
+
+
+def prompt_scores(rollouts: Group, threshold: float) -> dict[str, dict[str, float]]:
+    """By metric of an evaluation set (greedy, pass_at_<k>, maj_at_<n>, reward_mean) the score of
+    each prompt by its id, in the order of their first rollouts. Of pass@k it is the unbiased
+    estimator. A prompt of which rollouts are left out has those for which it has enough.
+    """
+    prompts: dict[str, Group] = {}
+    for rollout in rollouts:
+        prompts.setdefault(rollout.prompt_id, []).append(rollout)
+    count = max((sum(rollout.rollout_index > 0 for rollout in group) for group in prompts.values()), default=0)
+    scores: dict[str, dict[str, float]] = {}
+    for prompt_id, group in prompts.items():
+        for metric, score in _scores_of(group, threshold, count).items():
+            scores.setdefault(metric, {})[prompt_id] = score
+    return scores
+
+
+def _scores_of(group: Group, threshold: float, count: int) -> dict[str, float]:
+    """The scores of one prompt. `count`: completions of a prompt of which none is left out."""
+    sampled = [rollout for rollout in group if rollout.rollout_index > 0]
+    passed = [_passes(rollout, threshold) for rollout in sampled]
+    greedy = next((rollout for rollout in group if rollout.rollout_index == 0), None)
+    scores = {} if greedy is None else {"greedy": float(_passes(greedy, threshold))}
+    if not sampled:
+        return scores
+    scores["reward_mean"] = float(np.mean([rollout.reward or 0.0 for rollout in sampled]))
+    for k in powers_of_two(len(sampled)):
+        scores[f"pass_at_{k}"] = pass_at_k(len(passed), sum(passed), k)
+    if len(sampled) == count > 1:
+        answers = [answer_text(rollout.completion) for rollout in sampled]
+        scores[f"maj_at_{count}"] = float(majority_passes(answers, passed))
+    return scores
 
 
 def _passes(rollout: Rollout, threshold: float) -> bool:
     assert rollout.reward is not None, "an evaluation counts scored rollouts"
     return rollout.reward >= threshold
-
-
-def _over_completions(sampled: Group, threshold: float) -> Mapping[str, list[float] | list[bool]]:
-    """The metrics of several completions of a prompt, by prompt. A prompt of which rollouts are
-    left out counts where it has completions enough.
-    """
-    prompts: dict[str, Group] = {}
-    for rollout in sampled:
-        prompts.setdefault(rollout.prompt_id, []).append(rollout)
-    passed = [[_passes(rollout, threshold) for rollout in group] for group in prompts.values()]
-    count = max(map(len, passed), default=1)
-    if count == 1:
-        return {}
-    powers = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    values = {
-        f"pass_at_{k}": [pass_at_k(len(passes), sum(passes), k) for passes in passed if len(passes) >= k]
-        for k in powers
-    }
-    answers = [[answer_text(rollout.completion) for rollout in group] for group in prompts.values()]
-    whole = [pair for pair in zip(answers, passed, strict=True) if len(pair[1]) == count]
-    return values | {f"maj_at_{count}": [majority_passes(*pair) for pair in whole]}

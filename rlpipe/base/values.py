@@ -53,3 +53,8 @@ def expanded(path: str) -> Path:
 def size_text(num_bytes: float) -> str:
     """Formats a number of bytes for people. Example: 1.61 GB."""
     return f"{num_bytes / 10**9:,.2f} GB" if num_bytes >= 10**9 else f"{num_bytes / 10**6:,.1f} MB"
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """The powers of two from 1 up to `largest`. Example: 6 -> [1, 2, 4]."""
+    return [2**power for power in range(largest.bit_length())]

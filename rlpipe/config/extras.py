@@ -27,10 +27,13 @@ class Extra(NamedTuple):
 
 VIEW = ("view", ("starlette", "uvicorn", "plotly"))
 QUERIES = ("queries", ("duckdb",))
+GATE = ("gate", ("scipy",))
 WHY = ("why", ("scipy",))
 COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
+    "gate": Extra(f"{ROOM}.gate.command:judge_stored", *GATE),
+    "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
     "export": Extra(f"{ROOM}.serve.card:write_card"),

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import date, time
 from itertools import pairwise
 
+from rlpipe.base.values import powers_of_two
 from rlpipe.config.colocation import broken_colocation
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import LOCAL_THREADS, EnginesConfig, broken_environment
@@ -47,6 +48,7 @@ def broken_rules(config: Sections) -> Iterator[str]:
     yield from _of_places_and_limits(config)
     yield from _of_what_is_kept(config)
     yield from broken_environment(config.engines)
+    yield from _of_gate(config)
 
 
 def _of_values(name: str, value: object) -> Iterator[str]:
@@ -272,6 +274,17 @@ def _of_losses(rl: RlConfig) -> Iterator[str]:
             " train_stale_tokens, rollouts_from, or overlap = 'iteration'), so the mismatch also contains the change"
             " of the policy, and is not checked; use on_mismatch = 'warn'"
         )
+
+
+def _of_gate(config: Sections) -> Iterator[str]:
+    evaluation = config.evaluation
+    rules = evaluation.gate_at_least | evaluation.gate_at_most_below
+    metrics = ["greedy", "reward_mean", *(f"pass_at_{k}" for k in powers_of_two(evaluation.num_completions))]
+    known = [f"{data.name}_{metric}" for data in config.sets("evaluation") for metric in metrics]
+    if bool(evaluation.gate_against) != bool(rules):
+        yield f"{evaluation.gate_against=}: a gate needs gate_against and a rule, gate_at_most_below for example"
+    if unknown := [metric for metric in rules if metric not in known]:
+        yield f"evaluation.gate_*: no evaluation has {unknown[0]!r}; use one of {', '.join(known) or 'a data set'}"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:

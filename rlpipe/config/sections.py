@@ -85,6 +85,17 @@ class EvaluationConfig(BaseModel, **STRICT):
             " best reward where each part is at most 1"
         ),
     )
+    gate_against: Annotated[str, "operational", Added("")] = Field(
+        default="",
+        pattern=r"^(base|champion|run:[A-Za-z0-9][A-Za-z0-9._-]*(@\d{1,9})?)?$",
+        description="Policy to beat: base (RL's start), run:NAME, run:NAME@VERSION, champion (of MLflow); empty: none",
+    )
+    gate_at_least: Annotated[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]], "operational", Added({})] = Field(
+        default_factory=dict, description="SET_METRIC -> smallest lower bound of its difference (95 % interval)"
+    )
+    gate_at_most_below: Annotated[dict[str, Annotated[float, Field(ge=0, le=1e6)]], "operational", Added({})] = Field(
+        default_factory=dict, description="SET_METRIC -> how far below 0 that lower bound may be; 0.02 for example"
+    )
 
 
 class CheckpointConfig(BaseModel, **STRICT):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.algorithms.answers import STDERR
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import Manifest, moment_of
 from rlpipe.base.values import Metrics, expanded
@@ -312,10 +313,19 @@ def reward_svg(curve: list[list[float]], width: int = 480, height: int = 120) ->
 
 
 def evaluation_changes(points: Evaluations) -> dict[str, str]:
-    """The first and the last value of each metric of the evaluations. Example: {"words_greedy":
-    "0.250 -> 0.500"}."""
-    before, after = (points[0][1], points[-1][1]) if points else ({}, {})
-    return {name: f"{before[name]:.3f} -> {after[name]:.3f}" for name in sorted(before, key=by_number) if name in after}
+    """The first and the last value of each metric of the evaluations, with their standard errors.
+    Example: {"words_greedy": "0.250 ± 0.031 -> 0.500 ± 0.035"}.
+    """
+    before, after = (with_errors(points[at][1]) if points else {} for at in (0, -1))
+    return {name: f"{before[name]} -> {after[name]}" for name in sorted(before, key=by_number) if name in after}
+
+
+def with_errors(metrics: Metrics) -> dict[str, str]:
+    """The metrics of an evaluation, those that have a standard error with it: older runs have none.
+    Example: {"words_greedy": "0.934 ± 0.018"}.
+    """
+    errors = {name: f" ± {metrics[name + STDERR]:.3f}" for name in metrics if name + STDERR in metrics}
+    return {name: f"{metrics[name]:.3f}{errors.get(name, '')}" for name in metrics if not name.endswith(STDERR)}
 
 
 def before_after(run: Run, num_iterations: int) -> list[str]:

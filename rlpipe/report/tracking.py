@@ -40,6 +40,8 @@ PARENT = "post-train"  # the phase tag of the parent, the MLflow run around thos
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
+GATE_TAG = "rlpipe.gate"  # of a registered version: passed or failed
+CHAMPION = "champion"  # the alias of the newest version that passed
 # the source of tables: of each iteration some of the rollouts that it trained on
 ROLLOUTS = "rollouts"
 # the source of points -> the MLflow run that has them
@@ -62,6 +64,24 @@ def tracking_uri(config: PipelineConfig) -> str:
     """
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
+
+
+def champion_tags(config: PipelineConfig) -> dict[str, str] | None:
+    """The tags of the version of the project's model that is champion; None where there is none.
+    UserError when MLflow does not say.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        client = MlflowClient(with_password_aside(tracking_uri(config)))
+        return dict(client.get_model_version_by_alias(config.tracking.project, CHAMPION).tags)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, or alias
+            return None
+        raise UserError(f"evaluation.gate_against='champion': {said_of(error, tracking_uri(config))}") from error
 
 
 def status_of(error: BaseException) -> str:
@@ -148,6 +168,12 @@ class Tracker:
         tags |= {f"evaluation/{name}": f"{value:.6g}" for name, value in evaluation.items()}
         self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
         self._submit(lambda: self._register(policy_url, tags, on_registered), is_due=True)
+
+    def judged(self, policy_url: str, passed: bool, on_promoted: Callable[[], None]) -> None:
+        """Notes what the gate said of a policy that `publish` registers: a version that passed gets
+        the alias `champion`, once; then `on_promoted` is called, in the tracker's thread.
+        """
+        self._submit(lambda: self._judge(policy_url, passed, on_promoted), is_due=True)
 
     def close(self) -> None:
         """Sends MLflow the end status of the run, and waits a bounded time for the rest to be
@@ -313,8 +339,7 @@ class Tracker:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        versions = self._client.search_model_versions(f"name = '{self._project}'")
-        if any(version.tags.get(POLICY_TAG) == policy_url for version in versions):
+        if self._registered(policy_url):
             return
         # a server refuses a folder of this machine: there the source is the MLflow
         # run, and the tag has the folder
@@ -327,6 +352,24 @@ class Tracker:
             description=_description(policy_url, tags),
         )
         on_registered()
+
+    def _registered(self, policy_url: str) -> list[Any]:
+        versions = self._client.search_model_versions(f"name = '{self._project}'")
+        return [version for version in versions if version.tags.get(POLICY_TAG) == policy_url]
+
+    def _judge(self, policy_url: str, passed: bool, on_promoted: Callable[[], None]) -> None:
+        """Moves the alias before the tag: where the process dies in between, the next start does it
+        again. A version with the tag is left alone, as the alias may have moved on since, or back.
+        """
+        for version in self._registered(policy_url):
+            if version.tags.get(GATE_TAG) == "passed":
+                continue
+            if passed:
+                self._client.set_registered_model_alias(self._project, CHAMPION, version.version)
+            verdict = "passed" if passed else "failed"
+            self._client.set_model_version_tag(self._project, version.version, GATE_TAG, verdict)
+            if passed:
+                on_promoted()
 
     def _end(self) -> None:
         """Ends the MLflow runs that are RUNNING; where this process began no phase, only those that

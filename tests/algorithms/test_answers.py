@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.answers import answer_text, majority_passes, pass_at_k, set_metrics
+from rlpipe.algorithms.answers import STDERR, answer_text, majority_passes, pass_at_k, set_metrics
 from rlpipe.base.values import JsonDict
 from rlpipe.records.rollout import Group
-from rlpipe.report.curves import _drawn
+from rlpipe.report.curves import _drawn, evaluation_changes, with_errors
 from rlpipe.store.audit import by_number
 from tests.rows import rollout
 
@@ -90,7 +91,28 @@ def test_the_metrics_of_a_set_by_hand() -> None:
         "s_pass_at_4": 1.0,
         "s_maj_at_4": 0.5,
         "s_format_rate": 0.5,
+        # half the distance of the two prompts, as there are two
+        "s_greedy_stderr": pytest.approx(1 / 2),
+        "s_pass_at_1_stderr": pytest.approx((3 / 4 - 1 / 4) / 2),
+        "s_reward_mean_stderr": pytest.approx((3.5 / 4 - 1 / 4) / 2),
+        "s_pass_at_2_stderr": pytest.approx(3 / 6 / 2),
+        "s_pass_at_4_stderr": 0.0,
+        "s_maj_at_4_stderr": pytest.approx(1 / 2),
     }
+    assert not [
+        name for name in set_metrics("s", rows_of({"p": [1.0, 0.0]}, {"p": ["", ""]}, {}), 1.0) if STDERR in name
+    ]
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=30))
+def test_the_standard_error_is_over_prompts_of_the_estimator_of_each(passed: list[int]) -> None:
+    told = {f"p{place}": [0.0] + [1.0] * right + [0.0] * (6 - right) for place, right in enumerate(passed)}
+    metrics = set_metrics("s", rows_of(told, {name: ["a"] * 7 for name in told}, {}), 1.0)
+    for k in (1, 2, 4):
+        scores = [pass_at_k(6, right, k) for right in passed]
+        exact = statistics.stdev(scores) / len(scores) ** 0.5
+        assert metrics[f"s_pass_at_{k}_stderr"] == pytest.approx(exact, abs=1e-12)
+        assert metrics[f"s_pass_at_{k}"] == pytest.approx(statistics.fmean(scores), abs=1e-12)
 
 
 def test_rollouts_that_are_left_out_change_nothing_of_the_others() -> None:
@@ -112,14 +134,28 @@ def test_rollouts_that_are_left_out_change_nothing_of_the_others() -> None:
 )
 def test_no_name_is_lost_or_the_path_of_another(num_completions: int, sets: list[str]) -> None:
     told = {"p": [0.0] * (num_completions + 1)}
-    rows = rows_of(told, {"p": ["a"] * (num_completions + 1)}, {"format": 1.0})
-    names = [f"evaluation/{name}" for each in sets for name in set_metrics(each, rows, 1.0)]
+    rows, others = (
+        rows_of({prompt: told["p"]}, {prompt: ["a"] * (num_completions + 1)}, {"format": 1.0}) for prompt in "pq"
+    )
+    names = [f"evaluation/{name}" for each in sets for name in set_metrics(each, rows + others, 1.0)]
     assert len(set(names)) == len(names)
     assert not [(one, other) for one in names for other in names if other.startswith(f"{one}/")]
-    powers = [int(name.rsplit("_", 1)[1]) for name in names if name.startswith(f"evaluation/{sets[0]}_pass_at_")]
+    powers = [
+        int(name.rsplit("_", 1)[1])
+        for name in names
+        if name.startswith(f"evaluation/{sets[0]}_pass_at_") and not name.endswith(STDERR)
+    ]
     assert powers[0] == 1
     assert all(k <= num_completions for k in powers)
     assert 2 * powers[-1] > num_completions
+
+
+def test_a_metric_is_printed_with_its_standard_error_and_one_of_an_older_run_without() -> None:
+    new = {"s_greedy": 0.9344, "s_greedy_stderr": 0.0182, "s_length_tokens_mean": 7.25}
+    assert with_errors(new) == {"s_greedy": "0.934 ± 0.018", "s_length_tokens_mean": "7.250"}
+    changes = evaluation_changes([(0, {"s_greedy": 0.5}), (3, new)])
+    assert changes == {"s_greedy": "0.500 -> 0.934 ± 0.018"}
+    assert _drawn(set(new)) == ["s_greedy"]
 
 
 def test_what_is_drawn_of_many_k() -> None:

@@ -257,6 +257,42 @@ def test_a_project_has_one_registered_model_with_each_policy_once(
 
 
 @pytest.mark.slow
+def test_the_champion_moves_once_to_a_version_that_passed_its_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    curves = tmp_path / "curves.png"
+    curves.write_bytes(b"png")
+    promoted: list[str] = []
+
+    def start(run: str, passed: bool) -> None:
+        publisher = Tracker(run_of(tmp_path, run=run), points)
+        publisher.publish(f"/store/{run}", 6, {}, curves, {}, lambda: None)
+        publisher.judged(f"/store/{run}", passed, partial(promoted.append, run))
+        publisher.close()
+
+    def champion() -> str:
+        return client(tmp_path).get_model_version_by_alias("rlpipe", "champion").tags["rlpipe.run"]
+
+    start("a", passed=True)
+    start("b", passed=False)
+    assert (champion(), promoted) == ("a", ["a"])
+    versions = client(tmp_path).search_model_versions("name = 'rlpipe'")
+    assert {version.tags["rlpipe.run"]: version.tags["rlpipe.gate"] for version in versions} == {
+        "a": "passed",
+        "b": "failed",
+    }
+    start("b", passed=True)  # by other rules
+    start("a", passed=True)  # started again: it was promoted, and is not a second time
+    assert (champion(), promoted) == ("b", ["a", "b"])
+    # the process died between alias and tag
+    (first,) = (version for version in versions if version.tags["rlpipe.run"] == "a")
+    client(tmp_path).delete_model_version_tag("rlpipe", first.version, "rlpipe.gate")
+    start("a", passed=True)
+    assert (champion(), promoted) == ("a", ["a", "b", "a"])
+
+
+@pytest.mark.slow
 def test_data_sets_are_entities_with_digests_and_asked_for_once(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import stdev
 
-from rlpipe.algorithms.answers import set_metrics
+from rlpipe.algorithms.answers import STDERR
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import identity
 from rlpipe.config.secrecy import without_passwords
-from rlpipe.records.rollout import SCORES, Rollout
-from rlpipe.store.artifacts import read_records
 from rlpipe.store.forks import forked_from
 from rlpipe.store.run import Run
 
@@ -92,24 +87,10 @@ def _evaluation(run: Run, version: int) -> Iterator[str]:
         return
     ref, manifest = run.committed(*place, "evaluation")
     threshold = passing_reward(run.config, "evaluation")
-    errors = standard_errors(read_records(run.store, ref, "evaluation.parquet", Rollout, SCORES), threshold)
     yield f"On held-out prompts, over which the standard error is. A reward of {threshold:g} or more passes."
     yield f"Manifest of the evaluation, with its prompts: sha256 `{ref.sha256}`."
     yield from ("", "| metric | value | standard error |", "|---|---|---|")
-    for name, value in sorted(manifest.metrics.items()):
-        if isinstance(value, int | float):
-            yield f"| {name} | {value:.4g} | {f'{errors[name]:.2g}' if name in errors else 'not known'} |"
-
-
-def standard_errors(rollouts: list[Rollout], threshold: float) -> dict[str, float]:
-    """The standard error of the metrics of evaluation sets, which are means over prompts: the
-    sample standard deviation of the prompts' own values, over the root of their number. None for a
-    single prompt.
-    """
-    prompts, values = defaultdict[str, list[Rollout]](list), defaultdict[str, list[float]](list)
-    for rollout in rollouts:
-        prompts[rollout.prompt_id].append(rollout)
-    for prompt_id, own in prompts.items():
-        for name, value in set_metrics(prompt_id.rpartition("/")[0], own, threshold).items():
-            values[name].append(value)
-    return {name: stdev(own) / math.sqrt(len(own)) for name, own in values.items() if len(own) > 1}
+    metrics = {name: value for name, value in manifest.metrics.items() if isinstance(value, int | float)}
+    for name in sorted(name for name in metrics if not name.endswith(STDERR)):
+        error = metrics.get(f"{name}{STDERR}")
+        yield f"| {name} | {metrics[name]:.4g} | {'not known' if error is None else f'{error:.2g}'} |"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from starlette.datastructures import QueryParams
 
+from rlpipe.algorithms.answers import STDERR
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import IterationRecord
 from rlpipe.config.pipeline import identity
@@ -169,7 +170,7 @@ def evaluations_page(library: Library, place: Place, query: QueryParams) -> Page
     files_before, files_after = evaluation_groups(library, run, before), evaluation_groups(library, run, after)
     earlier = {row.prompt_id: row for row in files_before.greedy()}
     pairs = [AnswerPair(earlier[row.prompt_id], row) for row in files_after.greedy() if row.prompt_id in earlier]
-    names = sorted({name for manifest in evaluated.values() for name in manifest.metrics})
+    names = sorted({name for made in evaluated.values() for name in made.metrics if not name.endswith(STDERR)})
     curves = {
         name: curve(
             run.name,

@@ -1,0 +1,1 @@
+"""The gate before a promotion: two policies on the same prompts, paired."""
