@@ -15,7 +15,7 @@ from rlpipe.config.settings import artifact_settings, effects
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
 
-INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
+INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter", "teacher_logprobs": "use --redo filter"}
 SHOWN = (
     "rollout/reward_",
     "rollout/pass_rate",
@@ -43,9 +43,9 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
         # fields that are in the settings only where they matter: here where they do in either
         old, new = (artifact_settings(one, "rl", kind, judged_by=(parent, config)) for one in (parent, config))
         differ = [
-            f"{name} cannot change ({old[name]!r} -> {new[name]!r})"
-            for name in old
-            if name not in history and old[name] != new[name]
+            f"{name} cannot change ({old.get(name)!r} -> {new.get(name)!r})"
+            for name in {**old, **new}  # a field that was added later is in neither where it has no effect
+            if name not in history and old.get(name) != new.get(name)
         ]
         if differ:
             anew = f"fork without --redo (rlpipe fork {run.name} --at {at - 1} ...)" if at else "start another run"
