@@ -25,7 +25,7 @@ from tests.declared import STAGES, stage_settings
 
 PRESETS = ROOT / "flows" / "presets"
 ALONE = {"operational", "plan"}  # a field with such a mark affects no artifact
-KINDS = {kind for _, kind in STAGES} | {"reference", "imported"}
+KINDS = {kind for _, kind in STAGES} | {"reference", "teacher", "teacher_logprobs", "imported"}
 ROWS: dict[str, str] = json.loads((ROOT / "tests" / "golden" / "conditions.json").read_text())
 
 
@@ -62,8 +62,7 @@ def test_every_retired_field_that_affects_an_artifact_is_in_its_settings() -> No
 
 
 def all_settings(config: PipelineConfig) -> dict[str, JsonDict]:
-    then = [place for place in STAGES if not place[1].startswith("teacher")]  # older code had no teacher
-    stages = [*then, ("sft", "state"), ("rl", "state"), ("rl", "gap")]
+    stages = [*STAGES, ("sft", "state"), ("rl", "state"), ("rl", "gap")]
     return {
         **{f"{phase}/{kind}": stage_settings(config, phase, kind) for phase, kind in stages},
         "base/reference": base_reference.settings(config),

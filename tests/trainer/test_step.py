@@ -179,6 +179,7 @@ def plain_token_sums(
         "mismatch_abs_mean": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(start, rollout, strict=True)),
         "importance_mean": math.fsum(weights),
         "importance_clipped_fraction": sum(weight != other for weight, other in zip(weights, unbounded, strict=True)),
+        "teacher_kl": 0.0,  # there is none (test_teaching.py)
         "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, start, strict=True)),
         "reference_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, reference, strict=True)),
     }
