@@ -20,11 +20,11 @@ def best_reward(rewards: dict[str, float]) -> float:
 
 
 def passing_reward(config: PipelineConfig, use: str) -> float:
-    """The smallest reward with which a rollout of use rl or evaluation passes; inf where it gets
-    none.
+    """The smallest reward with which a rollout of use rl or evaluation passes; inf where no reward
+    has a weight: then none passes.
     """
     given, rewards = config.evaluation.pass_threshold, config.rewards(use)
-    if not rewards:
+    if not any(rewards.values()):
         return math.inf
     return best_reward(rewards) * (1 - ROUNDING) if given is None else given
 
@@ -35,6 +35,8 @@ def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) 
     `best_tried`: the best reward of the trial rollouts; None: unknown.
     """
     wanted, best = passing_reward(config, use), best_reward(config.rewards(use))
+    if wanted == math.inf:
+        return ""
     given = config.evaluation.pass_threshold
     field = (
         f"evaluation.pass_threshold={wanted:g}"

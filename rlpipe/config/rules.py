@@ -286,10 +286,10 @@ def _of_teacher(config: Sections) -> Iterator[str]:
             f"{rl.filters=}: no reward has a weight, and the filter nonzero_std drops every group whose rewards are"
             " equal; use filters = {}"
         )
-    if not rl.rewards and config.sets("evaluation") and not config.evaluation.rewards:
+    if not rl.is_weighed and config.sets("evaluation") and not config.evaluation.rewards:
         yield (
-            "evaluation.rewards is empty: evaluations score completions, and rl.rewards names no reward; name at"
-            " least one, for example evaluation.rewards = {math = 1.0}, or remove the evaluation data sets"
+            "evaluation.rewards is empty: evaluations score completions, and no reward in rl.rewards has a weight;"
+            " name at least one, for example evaluation.rewards = {math = 1.0}, or remove the evaluation data sets"
         )
 
 

@@ -180,7 +180,7 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
     version = session.run.sampled_by(iteration)
     rewards = np.array([rollout.reward for rollout in scored])
     lengths = np.array([len(rollout.completion_tokens) for rollout in scored])
-    if session.config.rl.rewards and not rewards.any() and lengths.any():
+    if session.config.rl.is_weighed and not rewards.any() and lengths.any():
         log.warning("all rewards are zero though completions are not empty: a broken grader is the usual cause")
     parts = [rollout.reward_parts for rollout in scored]
     faults = Counter(rollout.reward_fault for rollout in scored if rollout.reward_fault)
