@@ -262,13 +262,9 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
     )
 
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mask_BT, advantages_BT = microbatch.mask_BT, microbatch.advantages_BT
-        assert advantages_BT is not None, "advantages come first"
-        given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
+        mask_BT, given_BT, own_BT = microbatch.mask_BT, microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
-        teacher_BT = microbatch.teacher_logprobs_BT
-        if teacher_BT is not None:
-            advantages_BT = advantages_BT + settings.teacher_coef * (teacher_BT - proximal_BT)
+        advantages_BT = _with_teacher(microbatch, proximal_BT, settings.teacher_coef)
         # by the weights that the iteration started from; with by_engine, in later steps by the
         # updated ones
         start_BT = own_BT if by_engine else proximal_BT
@@ -298,7 +294,6 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
             "clip_fraction_high": above_BT,
             "importance_mean": weights_BT,
             "importance_clipped_fraction": bounded_BT,
-            "teacher_kl": proximal_BT - (proximal_BT if teacher_BT is None else teacher_BT),
             **_distances(microbatch, rollout_BT, proximal_BT, start_BT, own_BT),
         }
         sums = {name: (values[name].float() * mask_BT).sum() for name in TOKEN_SUMS}
@@ -307,12 +302,21 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
     return part
 
 
+def _with_teacher(microbatch: Microbatch, proximal_BT: Tensor, coef: float) -> Tensor:
+    """The advantages, plus the weighed log T - log pi_p of each token where there is a teacher."""
+    advantages_BT, teacher_BT = microbatch.advantages_BT, microbatch.teacher_logprobs_BT
+    assert advantages_BT is not None, "advantages come first"
+    return advantages_BT if teacher_BT is None else advantages_BT + coef * (teacher_BT - proximal_BT)
+
+
 def _distances(
     microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, start_BT: Tensor, logprobs_BT: Tensor
 ) -> dict[str, Tensor]:
     """The distances between the policies, per token, B x T."""
     reference_BT = logprobs_BT if microbatch.reference_logprobs_BT is None else microbatch.reference_logprobs_BT
+    teacher_BT = proximal_BT if microbatch.teacher_logprobs_BT is None else microbatch.teacher_logprobs_BT
     return {
+        "teacher_kl": kl(proximal_BT, teacher_BT, estimator="k1"),
         "proximal_kl": kl(proximal_BT, logprobs_BT, estimator="k3"),
         "mismatch_abs_mean": kl(start_BT, rollout_BT, estimator="abs"),
         "onpolicy_abs": kl(logprobs_BT, start_BT, estimator="abs"),
