@@ -183,12 +183,27 @@ async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Tra
     """Trains weight version `iteration` on a batch, and publishes version `iteration + 1`."""
     batch, (previous, _) = sampled.batch.ref, await asyncio.to_thread(session.run.policy, iteration)
     begin_next()
+    teacher = await teacher_logprobs(session, iteration, batch)
     training = await stages.train(session, iteration=iteration, batch=batch)
     reference = await asyncio.to_thread(other_reference, session.run, iteration)
     policy = await stages.checkpoint(
-        session, iteration=iteration, batch=batch, previous=previous, reference=reference, metrics=training.metrics
+        session,
+        iteration=iteration,
+        batch=batch,
+        previous=previous,
+        reference=reference,
+        teacher=teacher,
+        metrics=training.metrics,
     )
     return Trained(training, policy)
+
+
+async def teacher_logprobs(session: Session, iteration: int, batch: ArtifactRef) -> ArtifactRef | None:
+    """The teacher's logprobs of the batch; None without a teacher."""
+    if not session.config.rl.teacher:
+        return None
+    teacher, _ = await asyncio.to_thread(session.run.committed, "base", 0, "teacher")
+    return (await stages.ask_teacher(session, iteration=iteration, batch=batch, teacher=teacher)).ref
 
 
 async def end_iteration(session: Session, iteration: int, sampled: Sampled, trained: Trained) -> IterationRecord:

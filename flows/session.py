@@ -40,7 +40,14 @@ from rlpipe.store.opening import OtherSettings, open_existing
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import record_start
 from rlpipe.stored.retired import withdraw_steps
-from tasks.stages import prepare_model, prepare_probe, prepare_reference, prepare_tokenizer, service_starter
+from tasks.stages import (
+    prepare_model,
+    prepare_probe,
+    prepare_reference,
+    prepare_teacher,
+    prepare_tokenizer,
+    service_starter,
+)
 
 # longer than a run may take: a schedule that is always late shows as waiting flow runs
 WAIT_MAX_S = 7 * 24 * 3600.0
@@ -201,8 +208,8 @@ async def _tagged(config: PipelineConfig) -> str:
 
 
 async def prepare(session: stages.Session) -> StageResult:
-    """Records the start of the run; commits tokenizer, base model and reference unless they are
-    committed; returns the tokenizer.
+    """Records the start of the run; commits tokenizer, base model, reference and teacher unless
+    they are committed; returns the tokenizer.
     """
     tokenizer = await begin_base(session)
     await prepare_base(session, tokenizer.ref)
@@ -216,12 +223,14 @@ async def begin_base(session: stages.Session) -> StageResult:
 
 
 async def prepare_base(session: stages.Session, tokenizer: ArtifactRef) -> None:
-    """Commits the base model and the reference, unless they are committed."""
+    """Commits the base model, the reference and the teacher, unless they are committed."""
     base = await prepare_model(session, tokenizer=tokenizer)
     if session.config.model.path:
         await prepare_probe(session, policy=base.ref)
     if session.config.rl.reference:
         await prepare_reference(session, tokenizer=tokenizer)
+    if session.config.rl.teacher:
+        await prepare_teacher(session, tokenizer=tokenizer)
 
 
 def _keep_start(run: Run) -> None:

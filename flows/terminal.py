@@ -91,6 +91,8 @@ def iteration_line(record: IterationRecord) -> str:
         f" {metrics['rollout/length_tokens_mean']:5.1f}  mismatch {metrics['train/mismatch_abs_mean']:.1e} "
         f" {metrics['time/iteration_s']:.1f} s"
     )
+    if "train/teacher_kl" in metrics:
+        line += f"  teacher KL {metrics['train/teacher_kl']:.4f}"
     if not metrics["train/num_tokens"]:
         line += f"  nothing was trained{_dropped(metrics)}"
     shown = with_errors(record.evaluation)

@@ -25,7 +25,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.loop.session import Session
 from rlpipe.services.finder import StartService
-from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft
+from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft, teacher
 from rlpipe.store.patience import Away
 from rlpipe.stored import importing, remaking
 
@@ -100,6 +100,7 @@ prepare_tokenizer = _task(base.base_tokenizer)
 prepare_model = _task(base.base_policy)
 prepare_probe = _task(base.base_probe)
 prepare_reference = _task(base.base_reference)
+prepare_teacher = _task(base.base_teacher)
 
 prepare_sft_data = _task(sft.prepare_sft_data)
 train_segment = _task(sft.train_segment)
@@ -111,6 +112,7 @@ import_prompts = _task(importing.import_prompts)
 import_rollouts = _task(importing.import_rollouts)
 score = _task(scoring.score)
 filter_groups = _task(filtering.filter_groups)
+ask_teacher = _task(teacher.ask_teacher)
 train = _task(policy.train)
 checkpoint = _task(policy.checkpoint)
 restore_policy = _task(remaking.restore_policy)

@@ -15,7 +15,7 @@ from rlpipe.trainer.batches import Microbatch
 from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.ranks import join_ranks
-from rlpipe.trainer.rl import advantages, loss_part, with_advantages, with_frozen
+from rlpipe.trainer.rl import advantages, loss_part, placed, with_frozen
 from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     rollouts = read_rl_batch(ranks.store, data, 1)
     settings = RlConfig.model_validate(world.RL)
     batch = with_frozen(plan_batch(ranks, resident.policy, Rows.PACKED, rollouts.steps[0]), resident.policy, None, 1.0)
-    batch = with_advantages(batch, advantages(ranks, rollouts, [batch], settings))
+    batch = placed(batch, "advantages_BT", advantages(ranks, rollouts, [batch], settings))
     part, kept = loss_part(batch, settings, Gaps(), moved=False), []
 
     def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

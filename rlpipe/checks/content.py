@@ -20,6 +20,7 @@ from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
+from rlpipe.config.training import Role
 from rlpipe.data.read_sets import ReadSets
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
@@ -32,7 +33,7 @@ from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
 from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
-from rlpipe.stages.base import check_reference, new_config, tokenizer_folder
+from rlpipe.stages.base import check_frozen, new_config, tokenizer_folder
 from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
@@ -86,21 +87,21 @@ class Content:
         """
         return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
 
-    def reference(self, run: Run | None) -> str:
-        """Checks that the reference is a model that loads, with the vocabulary of the run; for a
-        plan, as far as its files are on this machine.
+    def frozen(self, role: Role, run: Run | None) -> str:
+        """Checks that the reference, or the teacher, is a model that loads, with the vocabulary of
+        the run; for a plan, as far as its files are on this machine.
         """
-        config, name = self.config, self.config.rl.reference
+        config, name, field = self.config, getattr(self.config.rl, role), f"rl.{role}"
         folders = [expanded(path) for path in (name, config.model.path or ".")]
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
-            return f"reference: {name}, not tried"
+            return f"{role}: {name}, not tried"
         label = name
         if run is not None or not name.startswith(RUN):
-            folder = source_of(config, "rl.reference", name).folder
-            label = _tried_line(folder, self._tried("rl.reference", folder, sized=False))
+            folder = source_of(config, field, name).folder
+            label = _tried_line(folder, self._tried(field, folder, sized=False))
         with tempfile.TemporaryDirectory() as scratch:
-            check_reference(config, run, self._prompts_of, Path(scratch))
-        return f"reference: {label}"
+            check_frozen(config, role, run, self._prompts_of, Path(scratch))
+        return f"{role}: {label}"
 
     def memory(self) -> str:
         """Lines on the memory, disk and hours that a run needs, by the model's shapes.

@@ -43,6 +43,7 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     trainer, dtype = config.trainer, config.model.dtype
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
     reference = ", and of the reference," if config.rl.kl != "none" else ""
+    reference += ", and of the teacher," if config.rl.teacher else ""
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     slices = f" of rows that {trainer.context_ranks} ranks split" if trainer.context_ranks > 1 else ""
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
@@ -116,11 +117,12 @@ def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, in
     microbatch.
     """
     width = BYTES[config.model.dtype]
-    # the reference is frozen, and of about the policy's size; with an adapter it is the policy
-    # itself, but where it is named
+    # reference and teacher are frozen, and of about the policy's size; with an adapter the
+    # reference is the policy itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
+    others = sizes.parameters * (reference + bool(config.rl.teacher))
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
-    total = (frozen + (sizes.parameters if reference else 0)) * width + trained * SHARDED_BYTES
+    total = (frozen + others) * width + trained * SHARDED_BYTES
     sharded = total * share_of_rank(config) - host_bytes(config, sizes)
     # a layer's gradient is whole, and in fp32, until it is reduced
     gradient = 0 if sizes.adapter else sizes.layer * BYTES["float32"]

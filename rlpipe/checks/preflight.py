@@ -15,6 +15,7 @@ from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.content import Content, label
 from rlpipe.checks.plan import warning_lines
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.training import ROLES
 from rlpipe.data.read_sets import hand_over
 from rlpipe.data.sources import load_sets
 from rlpipe.data.tokenizer_files import read_tokenizer
@@ -145,8 +146,9 @@ def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findin
         looks.append(("environment" if rl.environment else "agent", content.player))
     if data and not has_base:
         looks.append(("tokenizer", content.tokenizer))
-    if rl.reference and not is_complete and (progress is None or not progress.has_reference):
-        looks.append(("reference", partial(content.reference, run)))
+    for role in ROLES:
+        if getattr(rl, role) and not is_complete and (progress is None or not progress.has_frozen(role)):
+            looks.append((role, partial(content.frozen, role, run)))
     tried = not num_iterations  # rewards that have scored an iteration need no trial
     if not is_complete:
         looks += [("rewards", partial(content.rewards, uses, tried)) for uses in _scored(config)]
@@ -176,4 +178,5 @@ def _is_evaluated(config: PipelineConfig, run: Run | None) -> bool:
 def _scored(config: PipelineConfig) -> list[list[str]]:
     """The uses whose rollouts are scored; uses with the same rewards are in one list."""
     uses = (["rl"] if config.rl.num_iterations else []) + (["evaluation"] if config.sets("evaluation") else [])
+    uses = [use for use in uses if config.rewards(use)]
     return [[use] for use in uses] if config.evaluation.rewards else [uses] if uses else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rlpipe.config.pipeline import PipelineConfig
 
 NEVER_POSITIVE = {"overlong"}  # rewards that are never positive
@@ -18,9 +20,13 @@ def best_reward(rewards: dict[str, float]) -> float:
 
 
 def passing_reward(config: PipelineConfig, use: str) -> float:
-    """The smallest reward with which a rollout of use rl or evaluation passes."""
-    given = config.evaluation.pass_threshold
-    return best_reward(config.rewards(use)) * (1 - ROUNDING) if given is None else given
+    """The smallest reward with which a rollout of use rl or evaluation passes; inf where no reward
+    has a weight: then none passes.
+    """
+    given, rewards = config.evaluation.pass_threshold, config.rewards(use)
+    if not any(rewards.values()):
+        return math.inf
+    return best_reward(rewards) * (1 - ROUNDING) if given is None else given
 
 
 def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) -> str:
@@ -29,6 +35,8 @@ def why_none_passes(config: PipelineConfig, use: str, best_tried: float | None) 
     `best_tried`: the best reward of the trial rollouts; None: unknown.
     """
     wanted, best = passing_reward(config, use), best_reward(config.rewards(use))
+    if wanted == math.inf:
+        return ""
     given = config.evaluation.pass_threshold
     field = (
         f"evaluation.pass_threshold={wanted:g}"

@@ -43,6 +43,7 @@ def broken_rules(config: Sections) -> Iterator[str]:
     yield from _of_sampling(config)
     yield from _of_advantages(config.rl)
     yield from _of_losses(config.rl)
+    yield from _of_teacher(config)
     yield from broken_overlap(config.rl)
     yield from _of_stored_rollouts(config)
     yield from _of_places_and_limits(config)
@@ -186,8 +187,8 @@ def _of_sampling(config: Sections) -> Iterator[str]:
                 f"{name}.rewards: the reward 'environment' is given by an environment or an agent; set rl.environment"
                 " or rl.agent"
             )
-    if not rl.rewards:
-        yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}"
+    if not rl.rewards and not (rl.teacher and rl.teacher_coef):
+        yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}, or set rl.teacher"
     if rl.pass_rate_low > rl.pass_rate_high:
         yield f"{rl.pass_rate_low=}: is above {rl.pass_rate_high=}, and no prompt lies between them; lower it"
 
@@ -287,14 +288,33 @@ def _of_gate(config: Sections) -> Iterator[str]:
         yield f"evaluation.gate_*: no evaluation has {unknown[0]!r}; use one of {', '.join(known) or 'a data set'}"
 
 
+def _of_teacher(config: Sections) -> Iterator[str]:
+    rl, default = config.rl, type(config.rl).model_fields["teacher_coef"].default
+    if not rl.teacher:
+        if rl.teacher_coef != default:
+            yield f"{rl.teacher_coef=}: there is no teacher to weigh; set rl.teacher, or remove rl.teacher_coef"
+        return
+    if not rl.is_weighed and "nonzero_std" in rl.filters:
+        yield (
+            f"{rl.filters=}: no reward has a weight, and the filter nonzero_std drops every group whose rewards are"
+            " equal; use filters = {}"
+        )
+    if not rl.is_weighed and config.sets("evaluation") and not config.evaluation.rewards:
+        yield (
+            "evaluation.rewards is empty: evaluations score completions, and no reward in rl.rewards has a weight;"
+            " name at least one, for example evaluation.rewards = {math = 1.0}, or remove the evaluation data sets"
+        )
+
+
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:
     rl, source = config.rl, config.rl.rollouts_from
     if source == "run:" or "://" in source:
         yield f"{rl.rollouts_from=}: use run:NAME, or a local path of a Parquet file or folder"
     if (path := config.model.path) == "run:" or (config.run and path == f"run:{config.run}"):
         yield f"model.path={path!r}: name another run, as run:NAME"
-    if rl.reference == "run:" or (config.run and rl.reference == f"run:{config.run}"):
-        yield f"{rl.reference=}: name another run, as run:NAME"
+    for name, model in (("reference", rl.reference), ("teacher", rl.teacher)):
+        if model == "run:" or (config.run and model == f"run:{config.run}"):
+            yield f"rl.{name}={model!r}: name another run, as run:NAME"
     if config.run and source == f"run:{config.run}":
         yield f"{rl.rollouts_from=}: a run cannot train on its own rollouts; name another run"
     for name, value, neutral in (("oversampling", rl.oversampling, 1), ("curriculum", rl.curriculum, "none")):

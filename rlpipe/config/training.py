@@ -15,6 +15,8 @@ from rlpipe.config.secrecy import Secrets, named_variables
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
 ROWS_MAX = 10**6  # rows of one batch
+Role = Literal["reference", "teacher"]  # the frozen models that a run may name beside its policy
+ROLES: tuple[Role, ...] = ("reference", "teacher")
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -90,7 +92,7 @@ class RlConfig(OptimizerConfig):
         le=TOKENS_MAX,
         description="Longest completion, tokens; in an environment, or of an agent, the whole rollout after its prompt",
     )
-    temperature: Annotated[float, "rollouts", "policy"] = Field(
+    temperature: Annotated[float, "rollouts", "policy", "teacher_logprobs"] = Field(
         default=1.0, ge=0.01, le=2, description="Sampling temperature"
     )
     top_p: Annotated[float, "rollouts", "evaluation if shared"] = Field(
@@ -269,6 +271,20 @@ class RlConfig(OptimizerConfig):
     kl_estimator: Trains[Literal["k1", "k2", "k3", "abs"]] = Field(
         default="k3", description="Estimator of the KL to the reference"
     )
+    teacher: Annotated[str, "teacher", "teacher_logprobs", Added("")] = Field(
+        default="",
+        description=(
+            "Teacher of distillation, with the same vocabulary: a folder, a hub name, or run:NAME (its newest policy"
+            " when this run begins); empty: none"
+        ),
+    )
+    teacher_coef: Annotated[float, "policy", Added(1.0)] = Field(
+        default=1.0,
+        ge=0,
+        description=(
+            "Weight of the teacher's logprob minus the policy's (nats) in the advantage of each token; 0: only logged"
+        ),
+    )
     entropy_coef: Trains[float] = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
     importance: Trains[Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]] = Field(
         default="token_truncate", description="Correction of engine-trainer mismatch"
@@ -310,6 +326,11 @@ class RlConfig(OptimizerConfig):
     @classmethod
     def _are_rules(cls, value: Any) -> dict[str, Rule]:
         return checked_faults(value)
+
+    @property
+    def is_weighed(self) -> bool:
+        """True when a reward has a weight, so that rollouts can differ in their reward."""
+        return any(self.rewards.values())
 
     @property
     def secrets(self) -> Secrets:

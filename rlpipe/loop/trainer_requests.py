@@ -15,11 +15,17 @@ from rlpipe.base.errors import TrainerError
 from rlpipe.loop.session import Session
 from rlpipe.store.commits import Act
 from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
-from rlpipe.trainer.jobs import ANY_JOB, AnyJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob
+from rlpipe.trainer.jobs import ANY_JOB, AnyJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob, TeacherJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
-KIND: dict[type[AnyJob], str] = {LoadJob: "load", RlJob: "train", SftJob: "train", SaveJob: "save"}
+KIND: dict[type[AnyJob], str] = {
+    LoadJob: "load",
+    RlJob: "train",
+    SftJob: "train",
+    SaveJob: "save",
+    TeacherJob: "teacher",
+}
 
 # restores the position that a job starts from in the trainer
 Rebuild = Callable[[TrainerClient], Awaitable[object]]

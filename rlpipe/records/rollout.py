@@ -203,6 +203,18 @@ class TokenGaps:
     gap: Halves  # [N]
 
 
+@dataclass(frozen=True, eq=False)
+class TeacherLogprobs:
+    """The logprobs that the teacher gives to the N scored tokens of a row that is trained: a
+    rollout of the batch, or one of its branches, in the order of the batch.
+    """
+
+    group_index: Int32
+    rollout_index: Int32
+    logprobs: Logprobs  # [N]
+
+
+TEACHER_FILE = "teacher_logprobs.parquet"
 BRANCHES_FILE = "branches.parquet"  # stored with their rollouts
 Group = list[Rollout]
 

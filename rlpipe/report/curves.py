@@ -121,6 +121,9 @@ def policy_tags(run: Run, version: int) -> dict[str, str]:
     if version > 0 and rl.kl != "none":
         reference = run.committed("base", 0, "reference") if rl.reference else run.policy(0)
         tags |= {"rlpipe.reference": rl.reference or "version 0", "rlpipe.reference_sha256": reference[0].sha256}
+    if version > 0 and rl.teacher:
+        teacher, _ = run.committed("base", 0, "teacher")
+        tags |= {"rlpipe.teacher": rl.teacher, "rlpipe.teacher_sha256": teacher.sha256}
     return tags
 
 

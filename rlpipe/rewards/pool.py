@@ -53,7 +53,7 @@ class RewardPool:
         self._closed = False
         self._lock = threading.Lock()
         self._scorers = _scorers(rewards, args or {}, workers, timeout_s, secrets)
-        self._threads = ThreadPoolExecutor(len(self._scorers), thread_name_prefix="rewards")
+        self._threads = ThreadPoolExecutor(max(1, len(self._scorers)), thread_name_prefix="rewards")
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for scorer in self._scorers:
@@ -75,7 +75,8 @@ class RewardPool:
             finally:
                 if self._closed:  # such failures are not the rollouts' faults
                     raise EngineError("rl.rewards: closed while there was something to score")
-            scores = [combined(list(row)) for row in zip(*columns, strict=True)]
+            # without rewards (distillation alone) each score is 0
+            scores = [combined([column[index] for column in columns]) for index in range(len(items))]
             faults = [score for score in scores if score.reason is not None]
             self.last_error = faults[0].message if faults else None
         if faults and not quiet:

@@ -170,11 +170,7 @@ def wants_rollout(function: Reward) -> bool:
 
 
 def check_names(rewards: dict[str, float], args: RewardArgs) -> None:
-    """UserError when there is no reward, when a name, weight or argument is not valid, or when two
-    rewards share a label.
-    """
-    if not rewards:
-        raise UserError("rl.rewards is empty: name at least one, for example rewards = { math = 1.0 }")
+    """UserError when a name, weight or argument is not valid, or when two rewards share a label."""
     for name, weight in rewards.items():
         if not math.isfinite(weight):
             raise UserError(f"rl.rewards.{name}={weight}: a weight is a finite number")

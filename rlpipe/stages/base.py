@@ -17,6 +17,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.training import Role
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import PromptSets
@@ -106,62 +107,72 @@ async def base_probe(session: Session, attempt: Attempt, *, policy: ArtifactRef)
 
 @stage("base", "reference", verb="prepare_reference")
 def base_reference(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
-    """A copy of the reference of the KL term, where `rl.reference` names one: a later start uses
-    the same one, even if its source has changed.
+    """A copy of the reference of the KL term, where `rl.reference` names one."""
+    return _frozen(session, attempt, "reference", tokenizer)
+
+
+@stage("base", "teacher", verb="prepare_teacher")
+def base_teacher(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) -> Produced:
+    """A copy of the teacher that `rl.teacher` names."""
+    return _frozen(session, attempt, "teacher", tokenizer)
+
+
+def _frozen(session: Session, attempt: Attempt, role: Role, tokenizer: ArtifactRef) -> Produced:
+    """A copy of the model that a field names: a later start uses the same one, even if its source
+    has changed.
     """
-    name = session.config.rl.reference
-    source = source_of(session.config, "rl.reference", name)
-    check_vocabulary(
-        name, _committed_tokenizer(session.run.store, tokenizer), (source.folder / "tokenizer.json").read_bytes()
-    )
+    name, field = getattr(session.config.rl, role), f"rl.{role}"
+    source = source_of(session.config, field, name)
+    other = (source.folder / "tokenizer.json").read_bytes()
+    check_vocabulary(f"{field}={name!r}", _committed_tokenizer(session.run.store, tokenizer), other)
     files = _copied(attempt, model_files(source.folder))
     forget_copies(session.config)
     return Produced(files, {"source": source.policy or source.place})
 
 
-def check_reference(config: PipelineConfig, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
-    """UserError unless the reference has the vocabulary of the run's tokenizer, or of the tokenizer
-    that a new run would get.
+def check_frozen(config: PipelineConfig, role: Role, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
+    """UserError unless the reference, or the teacher, has the vocabulary of the run's tokenizer, or
+    of the tokenizer that a new run would get.
     """
-    name = config.rl.reference
+    name, field = getattr(config.rl, role), f"rl.{role}"
     if run is not None and name.startswith(RUN):
-        policy = newest_policy(run.store, "rl.reference", name)[0]
+        policy = newest_policy(run.store, field, name)[0]
         other = _committed_tokenizer(run.store, policy)
     else:
-        other = (source_of(config, "rl.reference", name).folder / "tokenizer.json").read_bytes()
+        other = (source_of(config, field, name).folder / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None
     if run is not None and committed is not None:
         own = _committed_tokenizer(run.store, committed[0])
     else:
         own = (tokenizer_folder(config, prompts, scratch) / "tokenizer.json").read_bytes()
-    check_vocabulary(name, own, other)
+    check_vocabulary(f"{field}={name!r}", own, other)
 
 
 def _committed_tokenizer(store: Store, ref: ArtifactRef) -> bytes:
     return stored_policy(store, ref).read("tokenizer.json")
 
 
-def check_vocabulary(name: str, own: bytes, other: bytes) -> None:
-    """UserError unless both tokenizer.json map each token to the same number: the reference scores
-    the policy's tokens.
+def check_vocabulary(named: str, own: bytes, other: bytes) -> None:
+    """UserError, which begins with `named`, the field and its value, unless both tokenizer.json map
+    each token to the same number: a frozen model scores the policy's tokens.
     """
-    policy, reference = (_vocabulary(name, document) for document in (own, other))
-    differ = sorted({token for token, _ in policy.items() ^ reference.items()})
+    policy, frozen = (_vocabulary(named, document) for document in (own, other))
+    differ = sorted({token for token, _ in policy.items() ^ frozen.items()})
     if differ:
         raise UserError(
-            f"rl.reference={name!r}: its vocabulary differs in {len(differ):,} tokens, for example {differ[0]!r}; use"
-            " a model with the tokenizer of this run's"
+            f"{named}: its vocabulary differs in {len(differ):,} tokens, for example {differ[0]!r}; use a model with"
+            " the tokenizer of this run's"
         )
 
 
-def _vocabulary(name: str, tokenizer: bytes) -> dict[str, int]:
+def _vocabulary(named: str, tokenizer: bytes) -> dict[str, int]:
     try:
         tree = json.loads(tokenizer)
         tokens = tree["model"]["vocab"]
         numbered = tokens if isinstance(tokens, dict) else {entry[0]: number for number, entry in enumerate(tokens)}
         return numbered | {entry["content"]: entry["id"] for entry in tree["added_tokens"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"rl.reference={name!r}: a tokenizer.json cannot be compared ({error!r:.100})") from error
+        raise UserError(f"{named}: a tokenizer.json cannot be compared ({error!r:.100})") from error
 
 
 def _new_model(model: ModelConfig, tokenizer: ChatTokenizer, seed: int) -> NewModel:

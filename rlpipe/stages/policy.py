@@ -96,6 +96,7 @@ async def checkpoint(
     batch: ArtifactRef,
     previous: ArtifactRef,
     reference: ArtifactRef | None = None,
+    teacher: ArtifactRef | None = None,
     metrics: JsonDict,
 ) -> Produced:
     """Publishes the policy after an iteration (weight version iteration + 1), the gaps of its
@@ -103,11 +104,12 @@ async def checkpoint(
 
     They are committed when the store has their files, the policy last, while the next iteration
     samples. `reference`: that of the KL term, where it is another model than the one that RL starts
-    from.
+    from; `teacher`: its logprobs of the batch.
     """
     await session.commits.all_committed()  # at most one iteration is uncommitted
     due = (iteration + 1) % session.config.checkpoint.state_every == 0
-    inputs = {"batch": batch} | ({"reference": reference} if reference else {})
+    beside = {"reference": reference, "teacher": teacher}
+    inputs = {"batch": batch} | {name: ref for name, ref in beside.items() if ref}
     stored = stored_as(session.config, iteration + 1, previous)
     saved = await save_job(session, iteration, rl_job(session.run, iteration, batch), attempt, due, stored)
     if due:

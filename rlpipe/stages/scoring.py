@@ -182,7 +182,7 @@ def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) ->
     scored = [rollout for rollout in finished if not rl.leaves_out(rollout.reward_fault)] or finished
     rewards = np.array([rollout.reward for rollout in scored])
     lengths = np.array([len(rollout.completion_tokens) for rollout in scored])
-    if not rewards.any() and lengths.any():
+    if session.config.rl.is_weighed and not rewards.any() and lengths.any():
         log.warning("all rewards are zero though completions are not empty: a broken grader is the usual cause")
     parts = [rollout.reward_parts for rollout in scored]
     faults = Counter(rollout.reward_fault for rollout in finished if rollout.reward_fault)

@@ -72,6 +72,7 @@ def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
         first_step=sum(run.owner("rl", before).config.rl.num_steps for before in range(iteration)),
         settings=RlConfig(**rl.model_dump(include={effect.name for effect in effects("rl", "policy")})),
         reference=None if rl.kl == "none" else other_reference(run, iteration) or run.policy(0)[0],
+        teacher_logprobs=run.committed("rl", iteration, "teacher_logprobs")[0] if rl.teacher else None,
     )
 
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from rlpipe.base.manifests import IterationRecord
+from rlpipe.config.training import ROLES, Role
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.run import Run
 
@@ -76,12 +77,13 @@ class Progress:
     @property
     def starts_rl(self) -> bool:
         """True when all that RL starts from is committed."""
-        return self.sft_complete and self.has_base and self.has_reference
+        return self.sft_complete and self.has_base and all(map(self.has_frozen, ROLES))
 
-    @property
-    def has_reference(self) -> bool:
-        """True when the reference of the KL term is committed, or is not a model of its own."""
-        return not self.run.config.rl.reference or self.run.artifact("base", 0, "reference") is not None
+    def has_frozen(self, role: Role) -> bool:
+        """True when the model that `rl.reference` or `rl.teacher` names is committed, or none is
+        named.
+        """
+        return not getattr(self.run.config.rl, role) or self.run.artifact("base", 0, role) is not None
 
     @property
     def has_base(self) -> bool:

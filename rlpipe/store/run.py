@@ -14,6 +14,7 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef, is_key
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.training import ROLES
 from rlpipe.store.artifacts import find, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.commits import Uncommitted
@@ -60,9 +61,9 @@ class Run:
         return self
 
     def _shares(self, phase: str, iteration: int, stage: str) -> bool:
-        if stage == "reference":  # rl.reference may change in a fork
+        if stage in ROLES:  # rl.reference and rl.teacher may change in a fork
             assert self.parent is not None
-            return self.parent.config.rl.reference == self.config.rl.reference
+            return getattr(self.parent.config.rl, stage) == getattr(self.config.rl, stage)
         if phase != "rl":  # one that was forked at SFT evaluates weight version 0 itself
             return stage != "evaluation" or self.fork_at != AT_SFT or bool(self.redo)
         redone_from = self.redoes(iteration) and stage.split("/", 1)[0] in SHARED_BY_REDO[self.redo]

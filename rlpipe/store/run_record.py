@@ -31,7 +31,7 @@ class ConfigRefused(UserError):
 SHARED_BY_REDO = {  # the redone stage -> what its iteration shares with the parent's
     "score": ("prompts", "rollouts"),
     "filter": ("prompts", "rollouts", "scores"),
-    "train": ("prompts", "rollouts", "scores", "batch"),
+    "train": ("prompts", "rollouts", "scores", "batch", "teacher_logprobs"),
 }
 
 

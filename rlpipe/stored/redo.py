@@ -15,7 +15,7 @@ from rlpipe.config.settings import artifact_settings, effects
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import SHARED_BY_REDO
 
-INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter"}
+INSTEAD = {"scores": "use --redo score", "batch": "use --redo filter", "teacher_logprobs": "use --redo filter"}
 SHOWN = (
     "rollout/reward_",
     "rollout/pass_rate",
@@ -44,7 +44,8 @@ def check_redo(run: Run, at: int, config: PipelineConfig, redo: str) -> None:
         old, new = (artifact_settings(one, "rl", kind, judged_by=(parent, config)) for one in (parent, config))
         differ = [
             f"{name} cannot change ({old.get(name)!r} -> {new.get(name)!r})"
-            for name in {**old, **new}  # a rule for all faults has the name that older runs had
+            # one that was added later is not there, and a rule for all faults has its older name
+            for name in {**old, **new}
             if name not in history and old.get(name) != new.get(name)
         ]
         if differ:

@@ -18,7 +18,7 @@ from rlpipe.algorithms.steps import step_ranges
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
-from rlpipe.records.rollout import BRANCHES_FILE, Branch, Conversation, with_branches
+from rlpipe.records.rollout import BRANCHES_FILE, TEACHER_FILE, Branch, Conversation, TeacherLogprobs, with_branches
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.mapped import map_records, map_records_if_any
@@ -77,11 +77,19 @@ class Microbatch:
     advantages_BT: Tensor | None = None
     proximal_logprobs_BT: Tensor | None = None
     reference_logprobs_BT: Tensor | None = None
+    teacher_logprobs_BT: Tensor | None = None
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Places the values of the scored positions into B x T, with 0 elsewhere."""
         flat = values_N.new_zeros(self.mask_BT.numel())
         return flat.index_put((self.slot_N,), values_N).view(self.mask_BT.shape)
+
+    def place(self, values_B: list[np.ndarray]) -> Tensor:
+        """Places the values of the scored tokens of all rows of the batch into B x T, fp32: those
+        of its own rows.
+        """
+        own = [values_B[row] for row in self.rows] or [np.zeros(1)]  # padding has one position
+        return self.spread(torch.from_numpy(np.concatenate(own)).float().to(self.slot_N.device))
 
     def scored(self, values_BT: Tensor) -> Tensor:
         """Returns the values of B x T at the scored positions, row after row; empty for a
@@ -180,6 +188,19 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
         lengths_B=np.array([sequence.num_scored for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )
+
+
+def read_teacher(store: Store, logprobs: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:
+    """Reads the teacher's logprobs of the scored tokens of each row of a batch. `folder`: see
+    `map_records`. StoreError when they are of another batch.
+    """
+    read = map_records(store, logprobs, TEACHER_FILE, TeacherLogprobs, folder)
+    stored = [(row.group_index, row.rollout_index, len(row.logprobs)) for row in read]
+    if stored != [*zip(rollouts.group_index_B, rollouts.rollout_index_B, rollouts.lengths_B, strict=True)]:
+        raise StoreError(
+            f"{store.address(logprobs.folder)}: the teacher's logprobs are not those of the batch's tokens"
+        )
+    return [row.logprobs for row in read]
 
 
 def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num_steps: int) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rlpipe.trainer.jobs import STATUS_LOST, STATUS_OK, AnyJob, AtPosition, OffloadJob, TrainJob
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_OK, AnyJob, AtPosition, OffloadJob, TrainJob, Unplaced
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Board:
                 raise JobRefused("not resident", self.position)
             # this job restores what was offloaded, so a later offload is a new job
             self._finished = [record for record in self._finished if not isinstance(record.job, OffloadJob)]
-            if not isinstance(job, AtPosition | OffloadJob):
+            if not isinstance(job, AtPosition | Unplaced):
                 self.position = None
                 self._finished.clear()
             self.running = JobRecord(job)
@@ -96,7 +96,7 @@ class Board:
         """Ends the running job; a job that succeeded sets the position."""
         with self._lock:
             assert self.running is record, "another job was running"
-            if status == STATUS_OK and not isinstance(record.job, OffloadJob):
+            if status == STATUS_OK and not isinstance(record.job, Unplaced):
                 self.position = record.job.result if isinstance(record.job, TrainJob) else record.job.position
             self._finished.append(record)
             self.running, self._worked = None, time.monotonic()

@@ -106,11 +106,14 @@ class TrainJob:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class RlJob(TrainJob):
-    """The steps of one RL iteration. `reference`: the policy of the KL term."""
+    """The steps of one RL iteration. `reference`: the policy of the KL term; `teacher_logprobs`:
+    those of the batch, where a teacher is distilled.
+    """
 
     kind: Literal["rl"]
     settings: RlConfig
     reference: Reference | None
+    teacher_logprobs: Reference | None = None
 
     def __post_init__(self) -> None:
         if self.settings.kl != "none" and self.reference is None:
@@ -128,6 +131,20 @@ class SftJob(TrainJob):
     kind: Literal["sft"]
     settings: SftConfig
     seed: int
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class TeacherJob:
+    """Computes the logprobs that a frozen teacher gives to the trained tokens of a batch, and
+    writes them as files of an attempt. Needs no position, and changes none.
+    """
+
+    data: Reference
+    teacher: Reference
+    temperature: float
+    folder: str
+    attempt: str
 
 
 @with_config(EXACT)
@@ -162,13 +179,15 @@ class SendJob:
     backend: Literal["gloo", "nccl"]
 
 
-AnyJob = LoadJob | RlJob | SftJob | SaveJob | OfferJob | SendJob | OffloadJob
+AnyJob = LoadJob | RlJob | SftJob | SaveJob | TeacherJob | OfferJob | SendJob | OffloadJob
+Unplaced = TeacherJob | OffloadJob  # jobs that need no position, and change none
 AtPosition = SaveJob | OfferJob | SendJob  # jobs that need a position, and do not change it
 ANY_JOB: TypeAdapter[AnyJob] = TypeAdapter(AnyJob)
 JOBS: dict[str, TypeAdapter[Any]] = {
     "load": TypeAdapter(LoadJob),
     "train": TypeAdapter(Annotated[RlJob | SftJob, Field(discriminator="kind")]),
     "save": TypeAdapter(SaveJob),
+    "teacher": TypeAdapter(TeacherJob),
     "offer": TypeAdapter(OfferJob),
     "send": TypeAdapter(SendJob),
     "offload": TypeAdapter(OffloadJob),
@@ -207,17 +226,24 @@ def attempt_of(body: bytes) -> str:
 
 
 def check_place(job: AnyJob, run: str) -> None:
-    """Raises UserError for a save whose folder is not a policy, state or gap folder of the run."""
+    """Raises UserError for a job that writes into a folder which is not one of the run for this
+    kind of artifact.
+    """
     assert run, "a trainer belongs to a run"
-    if not isinstance(job, SaveJob):
+    if isinstance(job, SaveJob):
+        written = [("policy", job.policy_folder), ("state", job.state_folder), ("gap", job.gap_folder)]
+    elif isinstance(job, TeacherJob):
+        written = [("teacher_logprobs", job.folder)]
+    else:
         return
-    for kind, folder in (("policy", job.policy_folder), ("state", job.state_folder), ("gap", job.gap_folder)):
+    verb = "save" if isinstance(job, SaveJob) else "teacher"
+    for kind, folder in written:
         if folder is not None and not re.fullmatch(rf"runs/{re.escape(run)}/(base|(sft|rl)/\d{{5,}})/{kind}", folder):
             raise UserError(
-                f"save: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder"
+                f"{verb}: {kind}_folder={folder!r:.{VALUE_CHARS_MAX}}: a {kind} of run {run} has another folder"
             )
     if not ATTEMPT.fullmatch(job.attempt):
-        raise UserError(f"save: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
+        raise UserError(f"{verb}: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
 
 
 class FileFields(TypedDict):
@@ -250,6 +276,7 @@ class JobAnswer(TypedDict):
     policy: list[FileFields]
     state: list[FileFields]
     gap: list[FileFields]
+    teacher: list[FileFields]
     probe: dict[str, Sequence[float]]
     warnings: list[str]
     places: list[PlaceFields]
@@ -260,7 +287,8 @@ class JobAnswer(TypedDict):
 @dataclass(frozen=True)
 class JobResult:
     """The result of a job. A TrainJob sets `metrics`, a load `differs`, an offer `offer`, a send
-    `sent`, a save the other fields, and for a policy also `metrics`.
+    `sent`, a TeacherJob `metrics` and `teacher`, a save the other fields, and for a policy also
+    `metrics`.
 
     `warnings`: texts for the user about the job, which the flow logs, too: the trainer's own log
     may be on another machine.
@@ -272,6 +300,7 @@ class JobResult:
     policy: list[FileRecord] = field(default_factory=list)
     state: list[FileRecord] = field(default_factory=list)
     gap: list[FileRecord] = field(default_factory=list)
+    teacher: list[FileRecord] = field(default_factory=list)
     # the tokens, and the logprobs of the last ones
     probe: dict[str, Sequence[float]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

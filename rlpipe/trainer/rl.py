@@ -21,7 +21,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
-from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch
+from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch, read_teacher
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
@@ -43,7 +43,7 @@ from rlpipe.trainer.step import (
 # already
 TOKEN_SUMS = (
     "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
-    "importance_clipped_fraction", "onpolicy_abs", "reference_abs",
+    "importance_clipped_fraction", "teacher_kl", "onpolicy_abs", "reference_abs",
 )  # fmt: skip
 # these are 0 before the first update, and mean nothing after it
 FIRST_STEP = ("onpolicy_abs", "reference_abs")
@@ -99,6 +99,9 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     rows = resident.rows if reference is None else min(resident.rows, reference.rows)
     other = reference and reference.policy
     planned = [plan_batch(ranks, resident.policy, rows, step, other) for step in rollouts.steps]
+    if logprobs := job.teacher_logprobs:
+        teacher_B = ranks.in_turn(lambda folder: read_teacher(ranks.store, logprobs, rollouts, folder))
+        planned = [placed(batch, "teacher_logprobs_BT", teacher_B) for batch in planned]
     if settings.proximal == "engine":
         check_recorded(ranks, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
@@ -115,7 +118,7 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
         part = loss_part(batch, settings, gaps, moved=len(metrics) > 0)
-        sums = optimizer_step(ranks, resident, with_advantages(batch, advantages_B), part, how)
+        sums = optimizer_step(ranks, resident, placed(batch, "advantages_BT", advantages_B), part, how)
         metrics.append(
             {name: value / batch.num_tokens if name in TOKEN_SUMS else value for name, value in sums.items()}
         )
@@ -123,7 +126,7 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     resident.gaps = gaps.gathered(ranks, rollouts)
     taken = StepsTaken([replace(batch, microbatches=[]) for batch in planned], metrics, time.monotonic() - started)
     passes = [(resident.policy, TRAINED + computed), *([(reference.policy, 1)] if reference else [])]
-    return JobResult(metrics_of(ranks, resident, taken, passes, settings))
+    return JobResult(metrics_of(ranks, resident, taken, passes, job))
 
 
 def check_recorded(ranks: Ranks, folder: str, batches: list[StepBatch]) -> None:
@@ -161,12 +164,12 @@ def exchanged(resident: Resident, others: list[Tensor]) -> Iterator[None]:
 
 
 def metrics_of(
-    ranks: Ranks, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], settings: RlConfig
+    ranks: Ranks, resident: Resident, taken: StepsTaken, passes: list[tuple[PolicyModel, int]], job: RlJob
 ) -> JsonDict:
     """The metrics of the steps that were taken. `passes`: (model, its number of forward passes per
     step), of the policy, then of the reference where there is one.
     """
-    steps, batches, train_s = taken.metrics, taken.batches, taken.train_s
+    steps, batches, train_s, settings = taken.metrics, taken.batches, taken.train_s, job.settings
     first = {
         name: steps[0][name] if steps else 0.0 for name in (*FIRST_STEP, "clip_fraction_low", "clip_fraction_high")
     }
@@ -175,8 +178,10 @@ def metrics_of(
     beside |= mfu(ranks, train_s, [(policy, batch.work, count) for batch in batches for policy, count in passes])
     if settings.proximal == "engine":  # in later steps the policy has changed
         beside["train/mismatch_abs_mean"] = steps[0]["mismatch_abs_mean"] if steps else 0.0
-    # there is no KL without a reference, or without a step
-    names = [name for name in STEP_METRICS if name != "kl" or (len(passes) > 1 and steps)]
+    # there is no KL without a reference, or a teacher, or without a step
+    left_out = {"kl"} if len(passes) == 1 or not steps else set[str]()
+    left_out |= {"teacher_kl"} if job.teacher_logprobs is None or not steps else set[str]()
+    names = [name for name in STEP_METRICS if name not in left_out]
     return summary(steps, names, batches) | resident.policy.experts.metrics(ranks.sum) | beside
 
 
@@ -217,16 +222,12 @@ def advantages(ranks: Ranks, rollouts: RlBatch, batches: list[StepBatch], settin
     )
 
 
-def with_advantages(batch: StepBatch, advantages_B: list[np.ndarray]) -> StepBatch:
-    """The batch with the advantage of each scored token, fp32."""
-
-    def of(microbatch: Microbatch) -> Tensor:
-        own = [advantages_B[row] for row in microbatch.rows] or [np.zeros(1)]  # padding has one position
-        return microbatch.spread(torch.from_numpy(np.concatenate(own)).float().to(microbatch.slot_N.device))
-
-    return replace(
-        batch, microbatches=[replace(microbatch, advantages_BT=of(microbatch)) for microbatch in batch.microbatches]
-    )
+def placed(batch: StepBatch, name: str, values_B: list[np.ndarray]) -> StepBatch:
+    """The batch with the values of each scored token, fp32, in the field `name` of its
+    microbatches.
+    """
+    microbatches = [replace(microbatch, **{name: microbatch.place(values_B)}) for microbatch in batch.microbatches]
+    return replace(batch, microbatches=microbatches)
 
 
 def _reward_kl(ranks: Ranks, rollouts: RlBatch, batches: list[StepBatch], estimator: str) -> np.ndarray:
@@ -261,10 +262,9 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
     )
 
     def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mask_BT, advantages_BT = microbatch.mask_BT, microbatch.advantages_BT
-        assert advantages_BT is not None, "advantages come first"
-        given_BT, own_BT = microbatch.proximal_logprobs_BT, logprobs_BT.detach()
+        mask_BT, given_BT, own_BT = microbatch.mask_BT, microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
+        advantages_BT = _with_teacher(microbatch, proximal_BT, settings.teacher_coef)
         # by the weights that the iteration started from; with by_engine, in later steps by the
         # updated ones
         start_BT = own_BT if by_engine else proximal_BT
@@ -302,12 +302,21 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
     return part
 
 
+def _with_teacher(microbatch: Microbatch, proximal_BT: Tensor, coef: float) -> Tensor:
+    """The advantages, plus the weighed log T - log pi_p of each token where there is a teacher."""
+    advantages_BT, teacher_BT = microbatch.advantages_BT, microbatch.teacher_logprobs_BT
+    assert advantages_BT is not None, "advantages come first"
+    return advantages_BT if teacher_BT is None else advantages_BT + coef * (teacher_BT - proximal_BT)
+
+
 def _distances(
     microbatch: Microbatch, rollout_BT: Tensor, proximal_BT: Tensor, start_BT: Tensor, logprobs_BT: Tensor
 ) -> dict[str, Tensor]:
     """The distances between the policies, per token, B x T."""
     reference_BT = logprobs_BT if microbatch.reference_logprobs_BT is None else microbatch.reference_logprobs_BT
+    teacher_BT = proximal_BT if microbatch.teacher_logprobs_BT is None else microbatch.teacher_logprobs_BT
     return {
+        "teacher_kl": kl(proximal_BT, teacher_BT, estimator="k1"),
         "proximal_kl": kl(proximal_BT, logprobs_BT, estimator="k3"),
         "mismatch_abs_mean": kl(start_BT, rollout_BT, estimator="abs"),
         "onpolicy_abs": kl(logprobs_BT, start_BT, estimator="abs"),

@@ -2,8 +2,8 @@
 
 All ranks do each job; rank 0 also answers HTTP, in a thread of its own.
 
-GET /health, /status, /files/KEY; POST /load, /train, /save, /offer, /send, /offload, /upload (JSON,
-bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
+GET /health, /status, /files/KEY; POST /load, /train, /save, /teacher, /offer, /send, /offload,
+/upload (JSON, bearer key). A POST waits up to WAIT_S, then answers 202: ask again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TrainerServer(NodeServer):
         if self.board.lost:
             return web.json_response({"error": self.board.lost}, status=STATUS_LOST)
         match request.method, request.path:
-            case "POST", "/load" | "/train" | "/save" | "/offer" | "/send" | "/offload":
+            case "POST", "/load" | "/train" | "/save" | "/teacher" | "/offer" | "/send" | "/offload":
                 return await self._do(request.path.removeprefix("/"), body)
             case "POST", "/upload":
                 return await self._await_upload(body)

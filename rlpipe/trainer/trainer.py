@@ -1,5 +1,5 @@
-"""The models that the trainer has in memory (the policy in training, the frozen reference), and the
-jobs that change them.
+"""The models that the trainer has in memory (the policy in training, the frozen reference and
+teacher), and the jobs that use them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from functools import partial
 from torch import Tensor
 
 from rlpipe.base.references import ArtifactRef
+from rlpipe.config.training import Role
 from rlpipe.processes.memory import settle_heap
 from rlpipe.trainer.adapted import adapter_of_reference
-from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob
+from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob, TeacherJob
 from rlpipe.trainer.model import load_policy, own_rows
 from rlpipe.trainer.offload import Offloaded, offload
 from rlpipe.trainer.publishing import Publication, publication, upload
@@ -23,12 +24,13 @@ from rlpipe.trainer.sending import Sending
 from rlpipe.trainer.sft import train_sft
 from rlpipe.trainer.state import load, save
 from rlpipe.trainer.step import Resident
+from rlpipe.trainer.teaching import teach
 
 
 class Trainer:
-    """One rank's part of the policy in training and of the frozen reference.
+    """One rank's part of the policy in training, of the frozen reference and of the teacher.
 
-    Both can be rebuilt from the store.
+    All can be rebuilt from the store.
 
     `on_published`: called on the first rank of each node with the files that a save has published
     there; without it they are in the store when the job is done.
@@ -39,7 +41,8 @@ class Trainer:
         self._on_published = on_published or partial(upload, ranks.store, ranks.published)
         self.resident: Resident | None = None
         self._has_loaded = False  # it has, or tried to
-        self._reference: tuple[str, Reference] | None = None
+        # by role, the frozen model with its sha256
+        self._frozen: dict[Role, tuple[str, Reference]] = {}
         self._offloaded: Offloaded | None = None
         self._sending = Sending(ranks)
 
@@ -62,6 +65,8 @@ class Trainer:
                 if self.ranks.leads_node:
                     self._on_published(publication(job, result, self.ranks.node))
             return result
+        if isinstance(job, TeacherJob):
+            return teach(self.ranks, self._frozen_model("teacher", job.teacher), job)
         if isinstance(job, OfferJob | SendJob):
             assert self.resident is not None, "nothing to send"
             if isinstance(job, OfferJob):
@@ -69,8 +74,8 @@ class Trainer:
             return self._sending.send(self.resident, job)
         resident, self.resident = self.resident, None
         if isinstance(job, LoadJob):
-            if self._reference is not None and self._reference[1].adapter:
-                self._reference = None
+            if "reference" in self._frozen and self._frozen["reference"][1].adapter:
+                del self._frozen["reference"]
             del resident
             if self._has_loaded:
                 settle_heap()  # reference cycles hold a sharded module; its memory is needed now
@@ -81,18 +86,22 @@ class Trainer:
         if isinstance(job, SftJob):
             result = train_sft(self.ranks, resident, job)
         else:
-            result = train_rl(self.ranks, resident, self._reference_of(job.reference, resident), job)
+            if job.reference is None:
+                self._frozen.pop("reference", None)
+            if job.teacher_logprobs is None:
+                self._frozen.pop("teacher", None)
+            reference = self._frozen_model("reference", job.reference, resident) if job.reference else None
+            result = train_rl(self.ranks, resident, reference, job)
         self.resident = resident
         return result
 
     def _tensors(self) -> Iterator[Tensor]:
         """This rank's rows of all tensors that take memory between two jobs."""
         policies = [self.resident.policy] if self.resident else []
-        if self._reference is not None:
-            reference = self._reference[1]
+        for _, frozen in self._frozen.values():
             # with an adapter it is the resident policy
-            policies += [] if reference.adapter else [reference.policy]
-            yield from reference.adapter
+            policies += [] if frozen.adapter else [frozen.policy]
+            yield from frozen.adapter
         for policy in policies:
             yield from (own_rows(parameter) for _, parameter in policy.shards())
             yield from policy.buffers()
@@ -107,26 +116,24 @@ class Trainer:
         if offloaded is None:
             return
         if isinstance(job, LoadJob):
-            self.resident = self._reference = None
+            self.resident = None
+            self._frozen.clear()
             offloaded.forget()
         else:
             offloaded.restore()
 
-    def _reference_of(self, ref: ArtifactRef | None, resident: Resident) -> Reference | None:
-        """The frozen reference, loaded again only when `ref` changes; where it differs from the
-        resident policy only in the adapter, it is that policy with other values of the adapter.
+    def _frozen_model(self, role: Role, ref: ArtifactRef, resident: Resident | None = None) -> Reference:
+        """The frozen reference or teacher, loaded again only when `ref` changes; where it differs
+        from the resident policy only in the adapter, it is that policy with other values of the
+        adapter. A teacher is always a model of its own: it is asked where nothing is resident yet.
         """
-        if ref is None:
-            self._reference = None
-            return None
-        if self._reference is None or self._reference[0] != ref.sha256:
-            if self._reference is not None:
-                self._reference = None
+        if role not in self._frozen or self._frozen[role][0] != ref.sha256:
+            if self._frozen.pop(role, None) is not None:
                 settle_heap()
-            if adapter := adapter_of_reference(self.ranks, resident, ref):
-                reference = Reference(resident.policy, resident.rows, adapter)
+            if resident is not None and (adapter := adapter_of_reference(self.ranks, resident, ref)):
+                frozen = Reference(resident.policy, resident.rows, adapter)
             else:
                 policy, _, _ = load_policy(self.ranks, ref, frozen=True)
-                reference = Reference(policy, proven_rows(self.ranks, policy))
-            self._reference = (ref.sha256, reference)
-        return self._reference[1]
+                frozen = Reference(policy, proven_rows(self.ranks, policy))
+            self._frozen[role] = (ref.sha256, frozen)
+        return self._frozen[role][1]

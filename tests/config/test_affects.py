@@ -25,7 +25,7 @@ from tests.declared import STAGES, stage_settings
 
 PRESETS = ROOT / "flows" / "presets"
 ALONE = {"operational", "plan"}  # a field with such a mark affects no artifact
-KINDS = {kind for _, kind in STAGES} | {"reference", "imported"}
+KINDS = {kind for _, kind in STAGES} | {"reference", "teacher", "teacher_logprobs", "imported"}
 ROWS: dict[str, str] = json.loads((ROOT / "tests" / "golden" / "conditions.json").read_text())
 
 

@@ -397,8 +397,8 @@ def test_the_reference_is_the_resident_policy_with_another_adapter(
             monkeypatch.setattr(memory, "adapter_of_reference", lambda *_: [])
         world.run(trainer, "load", world.load_ref("rl-0", "policy", start) if after_sft else fresh(ref))
         metrics = [world.run(trainer, "train", job)["metrics"] for job in jobs]
-        reference = trainer._reference
-        assert reference is not None and trainer.resident is not None
+        reference = trainer._frozen["reference"]
+        assert trainer.resident is not None
         assert (reference[1].policy is trainer.resident.policy) == (not own)
         assert metrics[0]["first_step"]["reference_abs"] == 0.0 < metrics[1]["first_step"]["reference_abs"]
         results.append([{name: metric[name] for name in metric if "_s" not in name[-2:]} for metric in metrics])

@@ -357,7 +357,6 @@ def test_bad_names_are_refused_where_the_pool_is_made(folder: Path) -> None:
     (folder / "broken_here.py").write_text("raise RuntimeError('half a file')\n")
     (folder / "leaves_here.py").write_text("import os\nos._exit(4)\n")
     for rewards, said in [
-        ({}, "is empty"),
         ({"nope": 1.0}, "'nope'"),
         ({"nowhere.at_all:f": 1.0}, "nowhere.at_all"),
         ({"broken_here:f": 1.0}, "half a file"),

@@ -127,7 +127,7 @@ async def test_a_fork_has_its_parent_s_reference_or_its_own_and_replays_with_the
     assert other_reference(same, 0) == other_reference(same, 1) == own
     made(config(tmp_path, "run=newer"))
     other = fork(parent, 0, override_config(parent.config, ["run=c", "rl.reference=run:newer"]))
-    assert not Progress(other).has_reference
+    assert not Progress(other).has_frozen("reference")
     newer = (await prepared(other, tmp_path)).ref
     assert newer.folder == "runs/c/base/reference" and (other_reference(other, 0), other_reference(other, 1)) == (
         own,
@@ -145,9 +145,9 @@ async def test_a_fork_has_its_parent_s_reference_or_its_own_and_replays_with_the
     ],
 )
 def test_another_vocabulary_is_refused_by_name(other: bytes, said: str) -> None:
-    check_vocabulary("x", tokenizer(VOCABULARY), tokenizer({"b": 1}, ("a", 0)))
+    check_vocabulary("rl.reference='x'", tokenizer(VOCABULARY), tokenizer({"b": 1}, ("a", 0)))
     with pytest.raises(UserError, match=rf"rl\.reference='x': .*{said}"):
-        check_vocabulary("x", tokenizer(VOCABULARY), other)
+        check_vocabulary("rl.reference='x'", tokenizer(VOCABULARY), other)
 
 
 @pytest.mark.slow

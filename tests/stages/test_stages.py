@@ -20,7 +20,7 @@ from rlpipe.loop.clock import Clock
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.report.curves import reward_svg
-from rlpipe.stages.base import base_reference
+from rlpipe.stages.base import base_reference, base_teacher
 from rlpipe.stages.iteration import CURVE_NEWEST, CURVE_POINTS_MAX, _curve
 from rlpipe.stages.policy import check_mismatch, first_step_faults
 from rlpipe.stages.scoring import over_rounds
@@ -58,8 +58,10 @@ def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
     )  # which go with no over-sampling
     kinds = [(config, kind) for kind in RL_KINDS] + [(acting, kind) for kind in RL_KINDS]
     covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
-    # the reference is a stage of its own, and an input of the policies that were trained with it
-    covered |= {name.removeprefix("rl.") for name in base_reference.settings(config)}
+    # reference and teacher are stages of their own, and inputs of the policies
+    taught = read_config("tiny", ["rl.teacher=run:b", "rl.teacher_coef=0.5"], PRESETS)
+    beside = [base_reference.settings(config), base_teacher.settings(taught), stage_settings(taught, "rl", "policy")]
+    covered |= {name.removeprefix("rl.") for settings in beside for name in settings}
     assert set(RlConfig.model_fields) - covered == NOT_IN_A_RESULT
 
 

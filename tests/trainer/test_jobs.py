@@ -132,10 +132,10 @@ def test_a_reference_in_bfloat16_gives_the_bits_of_fp32_masters(family: str, tmp
     }
     metrics = world.run(trainer, "train", job)["metrics"]
     assert metrics["train/kl"] == metrics["first_step"]["reference_abs"] == 0.0
-    assert trainer._reference is not None and trainer.resident is not None
+    assert trainer._frozen and trainer.resident is not None
     kinds = [
         {parameter.dtype for parameter in policy.parameters()}
-        for policy in (trainer.resident.policy, trainer._reference[1].policy)
+        for policy in (trainer.resident.policy, trainer._frozen["reference"][1].policy)
     ]
     assert kinds == [{torch.float32}, {torch.bfloat16}]
 
@@ -187,7 +187,7 @@ def test_a_reference_of_another_family_sets_how_rows_are_filled(
     job = world.train("a", "b", "rl", data, {"kl": "loss", "kl_coef": 0.0}) | {"reference": start.as_json()}
     packed = world.run(trainer, "train", job)["metrics"]["train/packing_efficiency"]
     monkeypatch.setattr(memory, "proven_rows", lambda ranks, policy: Rows.SINGLE)
-    trainer._reference = None
+    trainer._frozen.clear()
     alone = []
     for _ in range(2):
         world.run(trainer, "load", world.load_new())

@@ -31,7 +31,7 @@ from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.ranks import Ranks
-from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, with_advantages, with_frozen
+from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, placed, with_frozen
 from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from tests import maths_oracle as oracle
@@ -127,7 +127,7 @@ def ready(
         batch = with_frozen(as_recorded(batch), None, setup.reference, 1.0)
     else:
         batch = with_frozen(batch, policy, setup.reference, 1.0)
-    return with_advantages(batch, advantages(ranks, setup.rollouts, [batch], settings))
+    return placed(batch, "advantages_BT", advantages(ranks, setup.rollouts, [batch], settings))
 
 
 def gradients(
@@ -179,6 +179,7 @@ def plain_token_sums(
         "mismatch_abs_mean": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(start, rollout, strict=True)),
         "importance_mean": math.fsum(weights),
         "importance_clipped_fraction": sum(weight != other for weight, other in zip(weights, unbounded, strict=True)),
+        "teacher_kl": 0.0,  # there is none (test_teaching.py)
         "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, start, strict=True)),
         "reference_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, reference, strict=True)),
     }
@@ -297,7 +298,7 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     both = dataclasses.replace(whole, microbatches=[*alone.microbatches, *whole.microbatches])
     told = [advantages(ranks, setup.rollouts, [each], settings) for each in (whole, both)]
     assert all(map(np.array_equal, *told)), "padding has no KL"
-    (frozen,) = with_advantages(alone, told[0]).microbatches
+    (frozen,) = placed(alone, "advantages_BT", told[0]).microbatches
     loss, sums = loss_part(batch, settings, Gaps(), moved=False)(frozen, *forward(resident.policy, padding, 1.0))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())

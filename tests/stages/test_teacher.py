@@ -1,0 +1,137 @@
+"""The teacher of distillation: what a config, a preflight and a redo refuse, and whose teacher a
+fork has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpipe.base.errors import UserError
+from rlpipe.checks import preflight
+from rlpipe.checks.content import Content
+from rlpipe.checks.plan import training_bytes
+from rlpipe.checks.preflight import look_at
+from rlpipe.checks.tried_model import ModelSizes, TriedModel
+from rlpipe.config.pipeline import PipelineConfig, stored_tree
+from rlpipe.config.source import override_config
+from rlpipe.loop.session import Session
+from rlpipe.rewards.pool import RewardPool
+from rlpipe.stages import model_source
+from rlpipe.stages.base import base_teacher
+from rlpipe.stages.teacher import ask_teacher
+from rlpipe.stages.training import rl_job
+from rlpipe.store.opening import create_or_continue, fork
+from rlpipe.store.progress import Progress
+from rlpipe.store.run import Run
+from rlpipe.stored.redo import check_redo
+from tests.deadlines import DEADLINE_S
+from tests.stages.test_reference import committed, config, folder_of, made
+from tests.store.test_run import commit_iterations
+
+ALONE = ["rl.rewards={}", "rl.filters={}", 'evaluation.rewards={"exact"=1.0}']
+
+
+def taught(tmp_path: Path, teacher: str | Path, *sets: str) -> PipelineConfig:
+    return config(tmp_path, f"rl.teacher={teacher}", *sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "error"),
+    [
+        (["rl.teacher=run:a"], r"rl\.teacher='run:a': name another run"),
+        (["rl.teacher_coef=0.5"], r"rl\.teacher_coef=0\.5: there is no teacher to weigh"),
+        (["rl.rewards={}"], r"rl\.rewards is empty"),
+        (["rl.teacher=run:b", *ALONE, "rl.teacher_coef=0"], r"rl\.rewards is empty"),
+        (["rl.teacher=run:b", *ALONE, 'rl.filters={"nonzero_std"=0.0}'], r"rl\.filters=.*drops every group"),
+        (["rl.teacher=run:b", *ALONE[:2]], r"evaluation\.rewards is empty"),
+        (["rl.teacher=run:b", 'rl.rewards={"exact"=0.0}', "rl.filters={}"], r"evaluation\.rewards is empty"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, sets: list[str], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        config(tmp_path, *sets)
+    taught(tmp_path, "run:b", *ALONE)
+    taught(tmp_path, "run:b", "rl.teacher_coef=0")
+
+
+def test_a_config_without_a_teacher_is_stored_as_before(tmp_path: Path) -> None:
+    assert not {"teacher", "teacher_coef"} & stored_tree(config(tmp_path))["rl"].keys()
+    assert stored_tree(taught(tmp_path, "run:b", "rl.teacher_coef=0.5"))["rl"]["teacher_coef"] == 0.5
+
+
+@pytest.mark.slow
+def test_preflight_refuses_a_teacher_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
+    monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
+    (fault,) = look_at(taught(tmp_path, folder_of(tmp_path), *ALONE)).faults
+    assert "rl.teacher=" in fault and "its vocabulary differs in" in fault
+    with pytest.raises(UserError, match=r"rl\.teacher='run:gone': no run 'gone'"):
+        preflight.preflight(made(taught(tmp_path, "run:gone", *ALONE)).config)
+
+
+async def with_teacher(run: Run, tmp_path: Path) -> str:
+    """The folder of the teacher that a run has, once it is prepared."""
+    (tmp_path / "work").mkdir(exist_ok=True)
+    session = Session(run, tmp_path / "work")
+    return (await base_teacher(session, tokenizer=run.committed("base", 0, "tokenizer")[0])).ref.folder
+
+
+async def test_a_fork_has_its_parent_s_teacher_or_its_own_and_replays_with_the_parent_s(tmp_path: Path) -> None:
+    made(config(tmp_path, "run=source"))
+    parent = made(taught(tmp_path, "run:source"))
+    assert not Progress(parent).starts_rl
+    assert await with_teacher(parent, tmp_path) == "runs/a/base/teacher" and Progress(parent).starts_rl
+    commit_iterations(parent, 2)
+    logprobs = committed(parent, "rl", "teacher_logprobs", {"x": b"of iteration 0"})
+    batch = parent.policy(1)[0]  # any artifact
+    assert rl_job(parent, 0, batch).teacher_logprobs == logprobs
+    same = fork(parent, 0, override_config(parent.config, ["run=b"]))
+    assert await with_teacher(same, tmp_path) == "runs/a/base/teacher"
+    made(config(tmp_path, "run=newer"))
+    other = fork(parent, 0, override_config(parent.config, ["run=c", "rl.teacher=run:newer"]))
+    assert not Progress(other).has_frozen("teacher")
+    assert await with_teacher(other, tmp_path) == "runs/c/base/teacher"
+    assert rl_job(other, 0, batch).teacher_logprobs == logprobs, "the parent trained it"
+    assert other.folder("rl", 1, "teacher_logprobs") == "runs/c/rl/00001/teacher_logprobs"
+
+
+def test_a_redo_of_train_shares_the_logprobs_so_the_teacher_cannot_change(tmp_path: Path) -> None:
+    parent = create_or_continue(taught(tmp_path, "run:b"))
+    check_redo(parent, 0, override_config(parent.config, ["rl.teacher_coef=0.25"]), "train")
+    for change in ("rl.teacher=run:c", "rl.teacher="):
+        changed = override_config(parent.config, [change])
+        with pytest.raises(UserError, match=r"shares teacher_logprobs, so rl\.teacher cannot change .*--redo filter"):
+            check_redo(parent, 0, changed, "train")
+        check_redo(parent, 0, changed, "filter")
+    plain = create_or_continue(config(tmp_path, "run=plain"))
+    with pytest.raises(UserError, match=r"rl\.teacher cannot change"):
+        check_redo(plain, 0, override_config(plain.config, ["rl.teacher=run:b"]), "train")
+    redone = fork_of_redo(parent, tmp_path)
+    assert redone.folder("rl", 0, "teacher_logprobs") == "runs/a/rl/00000/teacher_logprobs"
+
+
+def fork_of_redo(parent: Run, tmp_path: Path) -> Run:
+    return Run(parent.store, taught(tmp_path, "run:b", "run=again"), parent, fork_at=-1, redo="train")
+
+
+def test_the_settings_of_the_logprobs_are_the_teacher_and_the_temperature(tmp_path: Path) -> None:
+    settings = ask_teacher.settings(taught(tmp_path, "run:b", "rl.temperature=0.7", "rl.teacher_coef=0.5"))
+    assert settings == {"seed": 0, "rl.teacher": "run:b", "rl.temperature": 0.7}
+
+
+def test_without_rewards_each_score_is_0() -> None:
+    pool = RewardPool({}, workers=1, timeout_s=DEADLINE_S)
+    try:
+        scores = pool.score([{"prompt": {}, "completion": text, "rollout": {}} for text in "ab"])  # pyright: ignore
+    finally:
+        pool.close()
+    assert [(score.reward, score.parts, score.reason) for score in scores] == [(0.0, {}, None)] * 2
+
+
+def test_a_plan_counts_the_memory_of_the_teacher(tmp_path: Path) -> None:
+    sizes = ModelSizes(parameters=1000, layer=10, rest=10, kv_token=1, microbatch=None)
+    plain, with_one = (training_bytes(one, sizes)[0] for one in (config(tmp_path), taught(tmp_path, "run:b")))
+    assert with_one - plain == 4 * 1000

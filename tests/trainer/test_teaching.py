@@ -1,0 +1,179 @@
+"""The teacher's logprobs of a batch, and the gradient of distillation, against plain loops in
+float64."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
+from rlpipe.models.causal import hf_config
+from rlpipe.records.rollout import TEACHER_FILE, TeacherLogprobs
+from rlpipe.store.artifacts import read_records
+from rlpipe.trainer.board import Board
+from rlpipe.trainer.jobs import STATUS_OK, check_place, job_of
+from rlpipe.trainer.trainer import Trainer
+from tests import trainer_world as world
+
+PLACE = "runs/a/rl/00000/teacher_logprobs"
+# one update on the weights that sampled: every ratio is 1, so the gradient is that of -A log pi
+ONE_STEP: JsonDict = {"num_steps": 1, "importance": "none", "grad_clip": 1e9, "learning_rate": 1e-9}
+
+
+@dataclass
+class Classroom:
+    """A trainer with the student loaded, a stored teacher, and a batch."""
+
+    trainer: Trainer
+    teacher: ArtifactRef
+    rows: list[JsonDict]
+    batch: ArtifactRef
+
+    def taught(self, folder: str = PLACE, temperature: float = 1.0) -> ArtifactRef:
+        """The committed logprobs of the batch."""
+        answer = world.run(self.trainer, "teacher", asking(self.batch, self.teacher, folder, temperature))
+        return world.saved(self.trainer.ranks.store, folder, answer["teacher"])
+
+    def trained(self, logprobs: ArtifactRef | None, **settings: Any) -> JsonDict:
+        """The metrics of an iteration, from fresh weights and a fresh optimizer."""
+        world.run(self.trainer, "load", world.load_new())
+        job = world.train("new", "one", "rl", self.batch, ONE_STEP | settings)
+        job |= {"teacher_logprobs": logprobs.as_json() if logprobs else None}
+        return world.run(self.trainer, "train", job)["metrics"]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of the last step: AdamW's first moment is (1 - beta1) times it."""
+        resident = self.trainer.resident
+        assert resident is not None
+        return {name: 10 * resident.optimizer.state[shard]["exp_avg"] for name, shard in resident.shards.items()}
+
+
+def asking(batch: ArtifactRef, teacher: ArtifactRef, folder: str, temperature: float = 1.0) -> JsonDict:
+    refs = {"data": batch.as_json(), "teacher": teacher.as_json()}
+    return {**refs, "temperature": temperature, "folder": folder, "attempt": "a1"}
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Classroom:
+    trainer = Trainer(world.one_rank(tmp_path, tokens_max=256))
+    world.run(trainer, "load", world.load_new("teacher", seed=9))
+    store, made = trainer.ranks.store, world.run(trainer, "save", world.save("teacher", "teacher", None))["policy"]
+    rows = world.rollout_rows(6, 4)
+    rows[5] |= {"loss_mask": [0] * len(rows[5]["loss_mask"])}
+    return Classroom(trainer, world.saved(store, "teacher", made), rows, world.batch(store, "batch", rows))
+
+
+def plain_logprobs(seed: int, row: JsonDict, temperature: float = 1.0, lm: Any = None) -> torch.Tensor:
+    """Of each scored token of a row, by one forward pass of the model alone, float64."""
+    if lm is None:
+        torch.manual_seed(seed)
+        lm = AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
+    tokens = torch.tensor([row["prompt_tokens"] + row["completion_tokens"]])
+    logprobs = torch.log_softmax(lm(tokens).logits[0, :-1] / temperature, dim=-1)
+    of_token = logprobs.gather(1, tokens[0, 1:, None])[:, 0][len(row["prompt_tokens"]) - 1 :]
+    return of_token[np.flatnonzero(row["loss_mask"])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_stored_logprobs_are_those_of_the_teachers_own_forward_pass(room: Classroom, temperature: float) -> None:
+    store = room.trainer.ranks.store
+    stored = read_records(store, room.taught(temperature=temperature), TEACHER_FILE, TeacherLogprobs)
+    assert [(row.group_index, row.rollout_index) for row in stored] == [(at // 4, at % 4) for at in range(24)]
+    assert len(stored[5].logprobs) == 0, "a row without a trained token"
+    for row, found in zip(room.rows, stored, strict=True):
+        expected = plain_logprobs(9, row, temperature).detach().numpy()
+        np.testing.assert_allclose(found.logprobs, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "reinforce", "cispo"])
+@pytest.mark.parametrize("beside_rewards", [False, True])
+def test_the_gradient_is_that_of_a_plain_loop_in_float64(room: Classroom, objective: str, beside_rewards: bool) -> None:
+    rewards = np.array([row["reward"] if beside_rewards else 0.0 for row in room.rows]).reshape(6, 4)
+    if not beside_rewards:
+        room.batch = world.batch(room.trainer.ranks.store, "without", [row | {"reward": 0.0} for row in room.rows])
+    metrics = room.trained(room.taught(), objective=objective, estimator="dr_grpo", teacher_coef=0.5)
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
+    of_group = (rewards - rewards.mean(1, keepdims=True)).flatten()
+    loss, apart, count = torch.zeros((), dtype=torch.float64), 0.0, sum(sum(row["loss_mask"]) for row in room.rows)
+    for row, advantage in zip(room.rows, of_group, strict=True):
+        policy, teacher = plain_logprobs(0, row, lm=student), plain_logprobs(9, row).detach()
+        advantages = advantage + 0.5 * (teacher - policy.detach())
+        loss = loss - (advantages * policy).sum() / count
+        apart += float((policy.detach() - teacher).sum()) / count
+    loss.backward()
+    expected, found = {name: weight.grad for name, weight in student.named_parameters()}, room.gradients()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name].double() - gradient).norm() / gradient.norm()) <= 1e-5, name
+    assert metrics["train/teacher_kl"] == pytest.approx(apart, rel=1e-5)
+
+
+def test_without_a_coefficient_the_teacher_is_logged_and_changes_nothing(room: Classroom) -> None:
+    logprobs = room.taught()
+    plain = room.trained(None, num_steps=3, learning_rate=1e-3)
+    without = {name: gradient.clone() for name, gradient in room.gradients().items()}
+    logged = room.trained(logprobs, num_steps=3, learning_rate=1e-3, teacher_coef=0.0)
+    assert all(torch.equal(gradient, without[name]) for name, gradient in room.gradients().items())
+    assert "train/teacher_kl" not in plain and logged["train/teacher_kl"] != 0.0
+    weighed = room.trained(logprobs, num_steps=3, learning_rate=1e-3)
+    # by the weights that the iteration started from, so it is the same whatever the steps do
+    assert weighed["train/teacher_kl"] == pytest.approx(logged["train/teacher_kl"], rel=1e-6)
+
+
+def test_the_logprobs_of_another_batch_are_refused(room: Classroom) -> None:
+    logprobs = room.taught()
+    room.batch = world.batch(room.trainer.ranks.store, "other", world.rollout_rows(6, 4, seed=5))
+    with pytest.raises(StoreError, match="not those of the batch's tokens"):
+        room.trained(logprobs)
+
+
+def test_a_teacher_whose_logprobs_are_not_finite_is_refused(room: Classroom) -> None:
+    room.taught()
+    with torch.no_grad():
+        next(room.trainer._frozen["teacher"][1].policy.parameters()).fill_(torch.nan)
+    with pytest.raises(UserError, match=r"rl\.teacher: it gives \d+ of \d+ tokens of batch no finite logprob"):
+        room.taught()
+
+
+def test_asking_needs_no_position_and_changes_none(room: Classroom) -> None:
+    job = job_of("teacher", json.dumps(asking(room.batch, room.teacher, PLACE)).encode())
+    fresh = Trainer(room.trainer.ranks)
+    assert world.do(fresh, job)["metrics"] == {"num_tokens": sum(sum(row["loss_mask"]) for row in room.rows)}
+    assert fresh.resident is None
+    board = Board()
+    board.position = "here"
+    record = board.submit(job)
+    assert board.submit(job) is record, "the same job is done once"
+    board.finish(record, STATUS_OK, {})
+    assert board.position == "here" and board.submit(job) is record
+
+
+def test_logprobs_go_into_the_folder_of_their_iteration_only(room: Classroom) -> None:
+    for folder, is_right in (
+        (PLACE, True),
+        ("runs/b/rl/00003/teacher_logprobs", False),
+        ("runs/a/rl/00003/gap", False),
+    ):
+        job = job_of("teacher", json.dumps(asking(room.batch, room.teacher, folder)).encode())
+        if is_right:
+            check_place(job, "a")
+        else:
+            with pytest.raises(UserError, match="teacher: teacher_logprobs_folder"):
+                check_place(job, "a")
+
+
+def test_a_batch_of_which_nothing_is_trained_has_a_file_too(room: Classroom) -> None:
+    room.batch = world.batch(room.trainer.ranks.store, "empty", [])
+    logprobs = room.taught()
+    assert read_records(room.trainer.ranks.store, logprobs, TEACHER_FILE, TeacherLogprobs) == []
+    assert "train/teacher_kl" not in room.trained(logprobs)
