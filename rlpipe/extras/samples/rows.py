@@ -76,8 +76,8 @@ def _rollouts(run: Run, iteration: int, prompts: dict[str, Prompt]) -> Iterator[
     record = run.iteration(iteration)
     assert record is not None, f"iteration {iteration} is committed"
     for number in range(record.last_round + 1):
-        asked, _ = run.committed("rl", iteration, f"prompts/round-{number}")
-        prompts |= {one.prompt_id: one for one in read_records(run.store, asked, "prompts.parquet", Prompt)}
+        ref, _ = run.committed("rl", iteration, f"prompts/round-{number}")
+        prompts |= {one.prompt_id: one for one in read_records(run.store, ref, "prompts.parquet", Prompt)}
         scores, _ = run.committed("rl", iteration, f"scores/round-{number}")
         yield from read_records(run.store, scores, "scores.parquet", Rollout, SCORES)
 
