@@ -60,6 +60,8 @@ def interval(values_N: np.ndarray, seed: int) -> tuple[float, float]:
     """The percentile bootstrap interval of the mean, of CONFIDENCE, from DRAWS draws of N prompts
     (Efron and Tibshirani 1993, chapter 13).
     """
+    if values_N.min() == values_N.max():  # means of equal numbers may differ in their last bit
+        return float(values_N[0]), float(values_N[0])
     bounds = stats.bootstrap(
         (values_N,),
         np.mean,

@@ -36,6 +36,7 @@ def test_the_interval_moves_and_grows_with_the_values(values: list[float], scale
     plain, moved = interval(np.array(values), seed), interval(np.array(values) * scale + by, seed)
     assert np.allclose(np.array(plain) * scale + by, moved, atol=1e-9)
     assert min(values) - 1e-12 <= plain[0] <= plain[1] <= max(values) + 1e-12
+    assert interval(np.full(3, values[0]), seed) == (values[0], values[0])
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
