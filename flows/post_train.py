@@ -22,7 +22,7 @@ from flows.session import open_session, prepare, reason_to_end, requested, run_n
 from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
 from flows.ui import RunReport, ended, publish_evaluation, publish_gate, publish_report, untrained_so_far
-from rlpipe.base.errors import RunWaits
+from rlpipe.base.errors import RunWaits, UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.pipeline import PipelineConfig
@@ -98,7 +98,8 @@ async def _phases(config: PipelineConfig) -> RunReport:
 
 async def _pass_gate(session: Session, version: int) -> str | None:
     """The verdict in one line where a weight version fails the gate of the config, empty where it
-    passes; None where there is no gate. Evaluates what is to be compared of this run.
+    passes; None where there is no gate. Evaluates what is to be compared of this run. A gate that
+    cannot judge has failed.
     """
     evaluation = session.config.evaluation
     if not evaluation.gate_against:
@@ -106,7 +107,10 @@ async def _pass_gate(session: Session, version: int) -> str | None:
     judge = opened(COMMANDS["gate of a run"], "evaluation.gate_against")
     for compared in {version, 0} if evaluation.gate_against in ("base", "champion") else {version}:
         await evaluate_version(session, compared)
-    passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
+    try:
+        passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
+    except UserError as error:  # what the run made is published all the same
+        passed, lines = False, [f"the gate cannot judge: {error}"]
     await publish_gate(session, passed, lines)
     return "" if passed else lines[0]
 

@@ -55,7 +55,7 @@ async def search(
 
 async def _scored(plan: Any, parent: Run, candidate: str, iterations: int, why: dict[str, str]) -> float | None:
     """Trains a candidate so far, and returns its score; None where a step would damage its policy,
-    with the reason in `why`.
+    or a rule or budget ended it before, with the reason in `why`.
     """
     config = await asyncio.to_thread(plan.config, parent, candidate, iterations)
     await asyncio.to_thread(fork, parent, plan.at, config)
@@ -63,6 +63,9 @@ async def _scored(plan: Any, parent: Run, candidate: str, iterations: int, why: 
         await rl(config=config)
     except StepRefused as error:
         why[candidate] = str(error).splitlines()[0][:200]
+        return None
+    if reason := await asyncio.to_thread(plan.stopped, parent.store, candidate, iterations):
+        why[candidate] = reason
         return None
     return await asyncio.to_thread(plan.score, parent.store, candidate, iterations)
 

@@ -17,6 +17,7 @@ from rlpipe.base.values import JsonDict, expanded
 from rlpipe.checks.plan import memory_lines
 from rlpipe.checks.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
+from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
@@ -37,6 +38,7 @@ from rlpipe.stages.base import check_frozen, new_config, tokenizer_folder
 from rlpipe.stages.model_source import RUN, place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
+from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 
 TEXT_CHARS_MAX = 60
@@ -86,6 +88,16 @@ class Content:
         `sized`: True for the sizes that a plan needs.
         """
         return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
+
+    def gate(self, run: Run | None) -> str:
+        """Opens the gate of the config; UserError where that, or the run that it compares with, is
+        not there. A plan reads no store.
+        """
+        against = self.config.evaluation.gate_against
+        opened(COMMANDS["gate of a run"], f"evaluation.gate_against={against!r}")
+        if run is not None and against.startswith(RUN):
+            open_existing(run.store, against.removeprefix(RUN).partition("@")[0])
+        return f"gate: against {against}"
 
     def frozen(self, role: Role, run: Run | None) -> str:
         """Checks that the reference, or the teacher, is a model that loads, with the vocabulary of

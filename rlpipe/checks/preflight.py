@@ -154,6 +154,8 @@ def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findin
         looks += [("rewards", partial(content.rewards, uses, tried)) for uses in _scored(config)]
     if rl.num_iterations and not is_complete:
         looks.append(("filters", partial(content.filters, tried)))
+    if config.evaluation.gate_against:
+        looks.append(("gate", partial(content.gate, run)))
     looks += [("machine", content.trainer), ("machine", content.engines)] if not is_complete else []
     looks += [("memory", content.memory)] if not runs else []
     for name, look in looks:

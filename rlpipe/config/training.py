@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
 from rlpipe.config.affects import ENDS_ROUND, Added, Draws, Operational, Trains
-from rlpipe.config.faults import BY_CAUSE, LEFT_OUT, STOP, Rule, cause_of_fault, checked_faults
+from rlpipe.config.faults import BY_CAUSE, LEFT_OUT, OUTSIDE, STOP, Rule, cause_of_fault, checked_faults
 from rlpipe.config.operational import STRICT, TOKENS_MAX, Timeout
 from rlpipe.config.secrecy import Secrets, named_variables
 
@@ -355,6 +355,13 @@ class RlConfig(OptimizerConfig):
         False for one without a fault.
         """
         return bool(reason) and self.fault_rule(reason) == LEFT_OUT
+
+    def says_nothing(self, reason: str) -> bool:
+        """True when a rollout with this `reward_fault` counts in no mean: it is left out, and the
+        policy cannot be the cause. One that may be the policy's counts as 0 wherever it is left
+        out.
+        """
+        return self.leaves_out(reason) and cause_of_fault(reason) == OUTSIDE
 
     def fault_reward(self, reason: str) -> float:
         """The reward in the record of a rollout with a fault: 0 where it is left out."""

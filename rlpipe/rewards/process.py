@@ -61,6 +61,7 @@ class ProcessScorer:
         self.timeout_s = timeout_s
         self.batch_size = batch_size
         self.losses_max = losses_max
+        self._has_answered = False
         self._rollout_s = math.inf  # how long a rollout of the last batch took; it is not known yet
 
     def start(self) -> None:
@@ -74,7 +75,9 @@ class ProcessScorer:
         self._faults: dict[int, Fault] = {}
         self._given_up: Fault | None = None  # the fault of all rollouts that are not sent any more
         self.processes.losses.answered()
-        self.processes.losses.in_a_row_max = FAILURES_MAX if self.losses_max is None else self.losses_max
+        is_proven = self.losses_max is None and self._has_answered  # then a rollout is at fault, and not the function
+        most = FAILURES_MAX if self.losses_max is None else self.losses_max
+        self.processes.losses.in_a_row_max = math.inf if is_proven else most
         order = sorted(range(len(items)), key=lambda index: len(items[index]["completion"]))  # alike lengths pad little
         left, share = deque(order), math.ceil(len(items) / len(self.processes.workers))
         self.processes.on_all(lambda worker: self._work(worker, self._batches(left, share)))
@@ -117,7 +120,7 @@ class ProcessScorer:
             answer: Scored | NotScored = await (ask_twice(once) if len(batch) == 1 else once())
             self._rollout_s = (time.monotonic() - asked_s) / len(batch)
             if self.losses_max is None:
-                self.processes.losses.in_a_row_max = math.inf  # what has answered once is never given up
+                self._has_answered, self.processes.losses.in_a_row_max = True, math.inf  # it is never given up then
             return self._keep(batch, answer)
         except TimeoutError:
             return "reward_timeout", f"took more than rl.reward_timeout_s={self.timeout_s:g}"

@@ -44,7 +44,7 @@ def _scored(
     for index, data in enumerate(session.config.sets("evaluation")):
         own = [rollout for rollout in scored if by_id[rollout.prompt_id].source == data.name]
         faults = Counter(rollout.reward_fault for rollout in own if rollout.reward_fault)
-        counted = [rollout for rollout in own if not session.config.rl.leaves_out(rollout.reward_fault)]
+        counted = [rollout for rollout in own if not session.config.rl.says_nothing(rollout.reward_fault)]
         metrics |= set_metrics(data.name, counted, passing_reward(session.config, "evaluation"))
         metrics |= {f"{data.name}_{name}": value for name, value in _environment_metrics(own).items()}
         if data.on_too_long == "drop":

@@ -20,6 +20,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.seeds import uniform
 from rlpipe.base.values import JsonDict, Metrics
+from rlpipe.config.faults import rule_for_all
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.data.conversations import encode_asked, prompt_lengths
@@ -240,11 +241,14 @@ def write_pass_rates(
     """
     if session.config.rl.curriculum == "none":
         return [], {}
-    threshold = passing_reward(session.config, "rl")
+    threshold, rl = passing_reward(session.config, "rl"), session.config.rl
+
+    def is_ignored(fault: str) -> bool:
+        return rl.leaves_out(fault) or bool(rule_for_all(rl.faults))  # as in older runs, whatever the rule
+
     shares: list[tuple[str, float]] = []
     for group in groups:
-        # one that is left out says nothing
-        scored = [rollout for rollout in group if not session.config.rl.leaves_out(rollout.reward_fault)]
+        scored = [rollout for rollout in group if not (rollout.reward_fault and is_ignored(rollout.reward_fault))]
         if scored:
             shares.append(
                 (group[0].prompt_id, float(np.mean([(rollout.reward or 0.0) >= threshold for rollout in scored])))

@@ -175,11 +175,11 @@ def _place(rollout: Rollout | KeptReward) -> tuple[int, int]:
 
 
 def _score_metrics(session: Session, iteration: int, rollouts: list[Rollout]) -> Metrics:
-    """The metrics of a round, over its scored rollouts but those that are left out for a fault."""
+    """The metrics of a round, over its scored rollouts but those that say nothing."""
     finished = [rollout for rollout in rollouts if rollout.reward is not None]
     assert finished, "a round ends when groups have survived it, and these are finished"
     version, rl = session.run.sampled_by(iteration), session.config.rl
-    scored = [rollout for rollout in finished if not rl.leaves_out(rollout.reward_fault)] or finished
+    scored = [rollout for rollout in finished if not rl.says_nothing(rollout.reward_fault)] or finished
     rewards = np.array([rollout.reward for rollout in scored])
     lengths = np.array([len(rollout.completion_tokens) for rollout in scored])
     if session.config.rl.is_weighed and not rewards.any() and lengths.any():

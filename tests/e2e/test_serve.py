@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from rlpipe.algorithms.answers import STDERR
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.opening import open_existing
@@ -120,8 +121,10 @@ def test_an_exported_policy_has_a_model_card(undisturbed: Undisturbed, tmp_path:
     assert code == 0, said
     card = (tmp_path / "policy" / "README.md").read_text()
     run = open_existing(folder.open_store(), "a")
-    for name, value in folder.evaluation("a", VERSION).items():
-        assert f"| {name} | {value:.4g} | " in card
+    metrics = folder.evaluation("a", VERSION)
+    for name in (name for name in metrics if not name.endswith(STDERR)):
+        error = metrics.get(f"{name}{STDERR}")
+        assert f"| {name} | {metrics[name]:.4g} | {'not known' if error is None else f'{error:.2g}'} |" in card
     digests = run.committed("data", 0, "data")[1].metrics["sets"]
     for part in (run.policy(VERSION)[0].sha256, *(facts["sha256"] for facts in digests.values()), "| `exact` | 0.5 |"):
         assert part in card

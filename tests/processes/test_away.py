@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import multiprocessing
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -119,6 +123,41 @@ def test_other_exceptions_are_none() -> None:
     known = json.JSONDecodeError("no", "x", 0)
     others = [SystemExit(503), TimeoutError(), FileNotFoundError(2, "none"), circle, known, MemoryError()]
     assert [is_outage(error) for error in others] == [False] * len(others)
-    assert is_outage(ExceptionGroup("both", [ConnectionResetError(), BrokenPipeError()]))
-    assert not is_outage(ExceptionGroup("both", [ConnectionResetError(), ValueError()]))
+    assert is_outage(ExceptionGroup("both", [ConnectionRefusedError(), ConnectionError()]))
+    assert not is_outage(ExceptionGroup("both", [ConnectionRefusedError(), ValueError()]))
     assert is_outage(httpx.ConnectTimeout("slow")) and is_outage(requests.ConnectTimeout("slow"))
+    assert is_outage(ConnectionError("the database is away")) and is_outage(OSError(errno.EHOSTUNREACH, "no route"))
+
+
+def test_a_child_process_that_the_policy_has_ended_is_no_outage() -> None:
+    """Programs and shells of a policy run in pipes: `exit()` would be a way out."""
+
+    def to_a_pipe() -> None:
+        with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE) as child:
+            child.wait()
+            assert child.stdin is not None
+            child.stdin.write(b"x" * (1 << 20))
+
+    async def to_a_pipe_of_asyncio() -> None:
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "", stdin=asyncio.subprocess.PIPE)
+        await child.wait()
+        assert child.stdin is not None
+        for _ in range(2):
+            child.stdin.write(b"x" * (1 << 20))
+            await child.stdin.drain()
+
+    ends, other = multiprocessing.Pipe()
+    other.close()
+    for code in (to_a_pipe, lambda: asyncio.run(to_a_pipe_of_asyncio()), lambda: ends.send("x")):
+        assert not isinstance(error_of(code), CodeLacks)
+    ends.close()
+
+
+def test_what_a_handler_itself_raises_is_its_own() -> None:
+    def fetched() -> None:
+        try:
+            with_httpx(f"http://127.0.0.1:{free_port()}", DEADLINE_S)
+        except httpx.ConnectError:
+            raise ValueError("the policy's address has no page")  # noqa: B904
+
+    assert not isinstance(error_of(fetched), CodeLacks)

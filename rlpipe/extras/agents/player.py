@@ -68,7 +68,7 @@ class AgentPlayer(Player):
             if outcome.reward is None and not rollout.limit and "environment" in self.parts.rl.rewards:
                 raise AgentFault("agent_invalid", "rl.rewards has 'environment', and it gave no reward")
             if rollout.conversation.last is None and not rollout.limit:
-                raise AgentFault("agent_silent", "it ended before a call of it was answered")
+                raise AgentFault("agent_error", "it ended before a call of it was answered")
         except AgentFault as error:
             if not (rollout.limit and error.reason == "agent_error"):  # a refused call may be why it failed
                 fault = _reason_of(error, rollout, self.parts.pool.num_lost > num_lost)
@@ -82,10 +82,10 @@ class AgentPlayer(Player):
 
 
 def _reason_of(fault: AgentFault, rollout: AgentRollout, engine_was_lost: bool) -> str:
-    """The reason of a fault: agent_silent where the policy had said nothing yet, and
-    agent_unavailable where it ran out of time while an engine was lost.
+    """The reason of a fault: agent_silent where the policy was asked nothing, and agent_unavailable
+    where it ran out of time while an engine was lost.
     """
-    if rollout.conversation.last is None and not rollout.limit:
+    if not rollout.was_asked and not rollout.limit:
         return "agent_silent"
     return "agent_unavailable" if fault.reason == "agent_timeout" and engine_was_lost else fault.reason
 

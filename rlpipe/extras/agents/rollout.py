@@ -61,6 +61,7 @@ class AgentRollout:
     def __init__(self, pool: EnginePool, tokenizer: ChatTokenizer, terms: Terms, kept: Replies, keep: Keep) -> None:
         self.terms = terms
         self.failure: Exception | None = None  # not the agent's fault: the stage raises it
+        self.was_asked = False  # in some try the policy was sampled for a call
         self._pool = pool
         self._tokenizer = tokenizer
         self._kept = kept
@@ -144,6 +145,7 @@ class AgentRollout:
         self._num_asked[digest] += 1
         self._num_completions += request.num_choices
         tokens_max = room if request.tokens_max is None else min(room, num_before + request.tokens_max)
+        self.was_asked = True
         self._sampling[key] = asyncio.create_task(self._sampled(request.num_choices, context, key, tokens_max))
         return await self._given(request, context, key)
 

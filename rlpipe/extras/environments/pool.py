@@ -131,7 +131,7 @@ class RemoteEnvironment:
 
     async def _answer(self, completion: str | None) -> Answer:
         try:
-            return await ask_twice(partial(self._worker.ask, partial(self._request, completion)))
+            return await ask_twice(partial(self._asked, completion))
         except TimeoutError as error:
             message = f"took more than rl.environment_timeout_s={self._pool.timeout_s:g}"
             raise EnvironmentFault("environment_timeout", message) from error
@@ -139,6 +139,17 @@ class RemoteEnvironment:
             raise EnvironmentFault("environment_crash", f"{error}, twice") from error
         except TooManyLost as error:
             raise UserError(f"{error}; mend it and start again: what was committed is kept") from error
+
+    async def _asked(self, completion: str | None, is_again: bool) -> Answer:
+        """One try of a call; ProcessEnded.
+
+        A call that has ended its process is at fault also where the next process cannot make the
+        environment again, as it would not have to without that.
+        """
+        answer: Answer = await self._worker.ask(partial(self._request, completion), is_again)
+        if is_again and "reason" in answer and answer["reason"] == "environment_unavailable":
+            raise ProcessEnded(f"its process died, and {answer['message']}")
+        return answer
 
     @property
     def _left_s(self) -> float:

@@ -18,6 +18,7 @@ from rlpipe.store.run import BEFORE_SFT, Run
 from rlpipe.stored.remaking import committed_version
 
 DIFFERENCES_SHOWN = 3
+FAULTS = ("rl.faults", "rl.reward_fallback")  # of training: evaluations go by the cause, whatever these say
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Evaluated:
             rollout
             for group in self.groups_of(data)
             for rollout in group
-            if not config.rl.leaves_out(rollout.reward_fault)
+            if not config.rl.says_nothing(rollout.reward_fault)
         ]
         scores = prompt_scores(rollouts, passing_reward(config, "evaluation"))
         return {metric: by_prompt for metric, by_prompt in scores.items() if not metric.startswith("maj_at_")}
@@ -99,7 +100,8 @@ def check_alike(old: Evaluated, new: Evaluated) -> None:
     """UserError with what differs, unless both were evaluated on the same prompts with the same
     settings, seed and rewards.
     """
-    pairs = {name: (old.settings.get(name), new.settings.get(name)) for name in sorted(old.settings | new.settings)}
+    names = [name for name in sorted(old.settings | new.settings) if not name.startswith(FAULTS)]
+    pairs = {name: (old.settings.get(name), new.settings.get(name)) for name in names}
     differ = [f"{name}: {before} and {after}" for name, (before, after) in pairs.items() if before != after]
     if not differ:
         prompts = [

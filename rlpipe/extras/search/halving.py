@@ -8,21 +8,26 @@ once: a search that was killed goes on after the last decision, and ends with th
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import override_config
 from rlpipe.report.curves import EVALUATION, evaluation_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.forks import check_committed
+from rlpipe.store.limits import reason_to_stop
 from rlpipe.store.opening import open_existing
+from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
+from rlpipe.store.run_record import last_started
 
 CANDIDATES_MAX = 256
+FIXED = {"run", "store", "rl.num_iterations"}
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,18 @@ class Search:
                 f"--by {self.by}: use a metric of evaluations, such as {EVALUATION}words_pass_at_1, of a run that has a"
                 " data set of use = 'evaluation'"
             )
+        if fixed := [field for field in self.vary if field in FIXED]:
+            raise UserError(f"--vary {fixed[0]}: the search sets it itself; --rungs says how far candidates go")
         check_committed(parent, self.at, "")
-        return [self.config(parent, name, self.rungs[-1]) for name in self.candidates]
+        configs = [self.config(parent, name, self.rungs[-1]) for name in self.candidates]
+        if len({json.dumps(identity(config)) for config in configs}) < len(configs):
+            raise UserError(f"--vary: of {', '.join(self.vary)} two values, or combinations, are the same")
+        return configs
 
     def config(self, parent: Run, candidate: str, iterations: int) -> PipelineConfig:
         """The config of a candidate that is trained for so many iterations after the shared one."""
-        own = [f'run="{candidate}"', f"rl.num_iterations={self.at + 1 + iterations}"]
+        own = [f"run={json.dumps(candidate)}", f"store={json.dumps(parent.store.url)}"]
+        own.append(f"rl.num_iterations={self.at + 1 + iterations}")
         return override_config(parent.config, [*self.candidates[candidate], *own])
 
     def begin(self, store: Store) -> None:
@@ -121,6 +132,14 @@ class Search:
 
     def _key(self, number: int) -> str:
         return f"searches/{self.name}/rung-{number}.json"
+
+    def stopped(self, store: Store, candidate: str, iterations: int) -> str:
+        """The rule or budget that ended a candidate before so many iterations; empty where none
+        did.
+        """
+        run = replace(open_existing(store, candidate), config=last_started(store, candidate))
+        done = Progress(run).num_done("rl")
+        return reason_to_stop(run, "rl", done) if done < self.at + 1 + iterations else ""
 
     def score(self, store: Store, candidate: str, iterations: int) -> float:
         """The metric of a candidate's evaluation after so many iterations; UserError naming the

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -56,6 +57,9 @@ class PolicyServer:
                 raise ChatRefused(401, f"the API key is not that of {KEY_VARIABLE}", "invalid_api_key")
             if not self._key and request.url.host not in LOOPBACK:  # a page of another site (DNS rebinding)
                 raise ChatRefused(403, f"without {KEY_VARIABLE} the host must be 127.0.0.1 or localhost", "wrong_host")
+            origin = request.headers.get("Origin")  # of a page that a browser shows
+            if not self._key and origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+                raise ChatRefused(403, f"without {KEY_VARIABLE} no page of another site may ask", "wrong_origin")
             return await handler(request)
         except ChatRefused as error:
             refused = error

@@ -191,6 +191,14 @@ async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPoo
     assert await reason(environment.step("a")) == "environment_unavailable"
 
 
+async def test_a_step_that_kills_is_at_fault_also_where_the_environment_is_not_made_again(
+    pool: EnvironmentPool,
+) -> None:
+    environment = pool.open(prompt("pid"))
+    await environment.start()
+    assert await reason(environment.step("kill")) == "environment_crash"
+
+
 @pytest.mark.slow
 async def test_a_kill_takes_the_children_along(pool: EnvironmentPool, folder: Path) -> None:
     hasty(pool)

@@ -43,6 +43,7 @@ def test_each_combination_is_a_candidate_in_a_fixed_order() -> None:
 def test_a_candidate_has_its_own_settings_and_the_rest_of_the_run(parent: Run) -> None:
     config = SEARCH.config(parent, "s-2", 10)
     assert (config.run, config.rl.learning_rate, config.rl.num_iterations) == ("s-2", 4e-4, 10)
+    assert config.store == parent.store.url
     assert (config.seed, config.rl.num_prompts) == (parent.config.seed, parent.config.rl.num_prompts)
     assert replace(SEARCH, at=3).config(parent, "s-0", 10).rl.num_iterations == 14
 
@@ -58,6 +59,8 @@ def test_a_candidate_has_its_own_settings_and_the_rest_of_the_run(parent: Run) -
         ({"keep": 1.0}, "--keep 1"),
         ({"by": "rollout/reward_mean"}, "--by rollout/reward_mean: use a metric of evaluations"),
         ({"at": 7}, "iteration"),
+        ({"vary": {"rl.num_iterations": ["5", "9"]}}, "--vary rl.num_iterations: the search sets it itself"),
+        ({"vary": {"rl.learning_rate": ["1e-4", "0.0001"]}}, "two values, or combinations, are the same"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(

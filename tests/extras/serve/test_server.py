@@ -238,6 +238,10 @@ async def test_the_key_is_asked_for_where_there_is_one(pool: TalkingPool, monkey
         for host, status in (("localhost", 200), ("evil.example", 403), ("", 403)):
             async with session.get(f"{url}/models", headers={"Host": host}) as answer:
                 assert answer.status == status
+        # a page of another site may send a request, though it cannot read the answer
+        for origin, status in (("http://localhost:3000", 200), ("https://evil.example", 403), ("null", 403)):
+            async with session.get(f"{url}/models", headers={"Origin": origin}) as answer:
+                assert answer.status == status
     monkeypatch.delenv("RLPIPE_SERVE_KEY", raising=False)
     assert serve_key("127.0.0.1") == ""
     with pytest.raises(UserError, match=r"--host 0.0.0.0: .* set RLPIPE_SERVE_KEY"):
