@@ -88,10 +88,10 @@ class Search:
             )
         if fixed := [field for field in self.vary if field in FIXED]:
             raise UserError(f"--vary {fixed[0]}: the search sets it itself; --rungs says how far candidates go")
-        check_committed(parent, self.at, "")
         configs = [self.config(parent, name, self.rungs[-1]) for name in self.candidates]
         if len({json.dumps(identity(config)) for config in configs}) < len(configs):
             raise UserError(f"--vary: of {', '.join(self.vary)} two values, or combinations, are the same")
+        check_committed(parent, self.at, "")
         return configs
 
     def config(self, parent: Run, candidate: str, iterations: int) -> PipelineConfig:

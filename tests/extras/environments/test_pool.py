@@ -188,6 +188,8 @@ async def test_a_start_that_is_not_the_same_twice_is_caught(pool: EnvironmentPoo
     environment = pool.open(prompt("pid"))
     (message,) = await environment.start()
     os.kill(int(message["content"]), signal.SIGKILL)
+    # else the step would be in the process when it ends, and might be to blame
+    await until_async(lambda: environment._worker._process is None)
     assert await reason(environment.step("a")) == "environment_unavailable"
 
 
