@@ -47,6 +47,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "docs/overlap.md": {
         ".venv/bin/rlpipe run tiny": "minutes of training: e2e/test_overlap.py runs the same, shortened, and kills it"
     },
+    "docs/distillation.md": {".venv/bin/rlpipe run tiny --run expert": "two runs: e2e/test_distillation.py, shortened"},
     "docs/search.md": {".venv/bin/rlpipe run tiny --run a": "four runs: e2e/test_search.py searches, shortened"},
     "docs/runs.md": {
         "export AWS_ACCESS_KEY_ID": (
