@@ -166,7 +166,7 @@ async def test_every_misbehaviour_has_its_reason_and_harms_no_other(pool: Enviro
 async def test_a_start_that_fails(pool: EnvironmentPool, kind: str, expected: str) -> None:
     hasty(pool)
     assert await reason(pool.open(prompt(kind)).start()) == expected
-    # it has started when the prompt was sampled: a step is not to blame, where its process still says so
+    # it started when the prompt was sampled: a step is not to blame, if its process can say so
     again = await reason(pool.open(prompt(kind)).step("hi"))
     assert again == "environment_unavailable" or (kind in ("kill", "sleep") and again == expected)
     assert await pool.open(prompt()).step("hi") == say("time 1")
