@@ -84,7 +84,7 @@ def test_what_fits_passes_and_writes_nothing(folder: Path, caplog: pytest.LogCap
     ("sets", "error"),
     [
         ([*SUMS],
-         ("reward 'reasoning_gym' raised ValueError: prompt words/3: reward reasoning_gym needs "
+         ("reward 'reasoning_gym' raised PromptFault: prompt words/3: reward reasoning_gym needs "
           "rows of a reasoning_gym")),
         ([*SUMS, 'rl.rewards={"trial_graders:never" = 1.0}'], "not today"),
         ([*SUMS, 'rl.rewards={"trial_graders:hangs" = 1.0}', "rl.reward_timeout_s=0.2"],
