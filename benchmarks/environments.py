@@ -95,7 +95,7 @@ async def through(
     prompts = [Prompt(f"p/{index}", "p", messages, "x") for index in range(arguments.rollouts // GROUP)]
     params = [Sampling(1 << 16, seed=seed) for seed in range(GROUP)]
     requests = [GroupRequest(prompt.prompt_id, tokens, params, [NOTHING_YET] * GROUP) for prompt in prompts]
-    rl: Any = SimpleNamespace(turns_max=arguments.turns, faults={}, fault_rule=lambda reason: 0.0, environment=kind)
+    rl: Any = SimpleNamespace(turns_max=arguments.turns, stops_at=lambda reasons: False, environment=kind)
     args = {"seconds": arguments.step_s, "turns": arguments.turns}
     environments = EnvironmentPool(f"benchmarks.waiting:{kind}", args, processes, arguments.step_s + 30.0)
     watch = Watch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
@@ -349,6 +350,10 @@ class RlConfig(OptimizerConfig):
     def fault_rule(self, reason: str) -> Rule:
         """What becomes of a rollout with a fault of this reason."""
         return self.faults.get(reason, self.faults[cause_of_fault(reason)])
+
+    def stops_at(self, reasons: Iterable[str]) -> bool:
+        """True when a fault of one of these reasons stops the run."""
+        return any(self.fault_rule(reason) == STOP for reason in reasons)
 
     def leaves_out(self, reason: str) -> bool:
         """True when a rollout with this `reward_fault` is left out of its group and of the loss;

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.extras import PLAYERS, opened
-from rlpipe.config.faults import STOP
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
 from rlpipe.data.chat import ChatTokenizer
@@ -156,7 +155,7 @@ def check_faults(rl: RlConfig, played: list[list[PlayedRollout]]) -> None:
     """Raises UserError where a rollout had a fault that stops the run by `rl.faults`."""
     outcomes = [rollout.outcome for group in played for rollout in group]
     faults = Counter(outcome.fault for outcome in outcomes if outcome and outcome.fault)
-    if any(rl.fault_rule(reason) == STOP for reason in faults):
+    if rl.stops_at(faults):
         raise UserError(
             f"{rl.world}, rl.faults={rl.faults}: {faults.total()} of {len(outcomes)} rollouts had a fault"
             f" ({dict(faults)}; the log says which); mend the {'agent' if rl.agent else 'environment'} and start again"

@@ -13,7 +13,7 @@ import numpy as np
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import Metrics
-from rlpipe.config.faults import BY_CAUSE, STOP, cause_of_fault
+from rlpipe.config.faults import BY_CAUSE, cause_of_fault
 from rlpipe.config.passing import passing_reward
 from rlpipe.config.training import RlConfig
 from rlpipe.loop.sampling_round import ScoreKey, Scores
@@ -53,8 +53,7 @@ def score_rollouts(
         )
         last_error = next(filter(None, messages), None)
         log.warning("%s %s; last error: %s", counts, dict(faults), last_error)
-        stops = any(session.config.rl.fault_rule(reason) == STOP for reason in faults)
-        if faults.total() == len(rollouts) or stops:
+        if faults.total() == len(rollouts) or session.config.rl.stops_at(faults):
             if session.sampling_round:
                 session.sampling_round.forget_scores()
             raise UserError(
