@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rlpipe.base.errors import UserError
+from rlpipe.checks.content import Content
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
 from rlpipe.extras.gate.command import GateReport, gate_report, judge
@@ -164,3 +165,14 @@ def test_the_champion_is_the_version_with_the_alias_and_without_one_it_is_base(
 
 def against_champion(run: Run) -> PipelineConfig:
     return override_config(run.config, ["evaluation.gate_against=champion"])
+
+
+def test_a_run_to_compare_with_that_is_not_there_is_said_before_the_run(tmp_path: Path) -> None:
+    run = run_with(tmp_path, "a", {}, {})
+    rule = 'evaluation.gate_at_most_below={"words_greedy" = 0.1}'
+    for against, message in (("run:gone", "no run 'gone'"), ("run:gone@3", "no run 'gone'")):
+        content = Content(override_config(run.config, [f"evaluation.gate_against={against}", rule]), runs=True)
+        with pytest.raises(UserError, match=message):
+            content.gate(run)
+    there = Content(override_config(run.config, ["evaluation.gate_against=run:a@1", rule]), runs=True)
+    assert there.gate(run) == "gate: against run:a@1"

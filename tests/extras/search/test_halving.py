@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flows.cli_search import varied
 from rlpipe.base.errors import UserError
 from rlpipe.config.source import read_config
+from rlpipe.extras.search import halving
 from rlpipe.extras.search.halving import Decision, Search
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import create_or_continue
@@ -116,3 +117,9 @@ def test_values_are_read_as_they_are_written() -> None:
     for wrong in ("rl.clip_high", "=1", "rl.clip_high="):
         with pytest.raises(UserError, match="write it as"):
             varied(wrong)
+
+
+def test_a_candidate_that_a_rule_ended_is_no_damage(parent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halving, "reason_to_stop", lambda run, phase, done: f"stop.kl_max after {phase} {done}")
+    assert SEARCH.stopped(parent.store, "a", 5) == "stop.kl_max after rl 0"
+    assert SEARCH.stopped(parent.store, "a", 0) == "", "it has come as far as was asked for"
