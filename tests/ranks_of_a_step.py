@@ -16,7 +16,7 @@ from rlpipe.trainer.gap import Gaps
 from rlpipe.trainer.packing import Rows
 from rlpipe.trainer.ranks import join_ranks
 from rlpipe.trainer.rl import advantages, loss_part, placed, with_frozen
-from rlpipe.trainer.step import StepSettings, optimizer_step, plan_batch
+from rlpipe.trainer.step import Scores, StepSettings, optimizer_step, plan_batch
 from rlpipe.trainer.trainer import Trainer
 from tests import trainer_world as world
 from tests.batches import read_rl_batch
@@ -47,9 +47,9 @@ def main(folder: Path) -> None:
     batch = placed(batch, "advantages_BT", advantages(ranks, rollouts, [batch], settings))
     part, kept = loss_part(batch, settings, Gaps(), moved=False), []
 
-    def watched(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def watched(microbatch: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
         kept.append(whole_gradients(resident.policy))
-        return part(microbatch, logprobs_BT, entropy_BT)
+        return part(microbatch, scores)
 
     optimizer_step(ranks, resident, batch, watched, StepSettings(settings, 0, 1.0, "test"))
     if ranks.rank == 0:

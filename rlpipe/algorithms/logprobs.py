@@ -19,6 +19,9 @@ from rlpipe.algorithms.losses import entropy
 LOGITS_MAX = 2**26  # elements of a chunk's logits: 256 MiB in fp32
 LOGITS_KEPT = 2**22  # so few, 16 MiB, are kept for the backward pass and not recomputed
 
+# (logits of a chunk, the places of its positions) -> what else is computed of them, [C, ...] each
+Beside = Callable[[Tensor, slice], tuple[Tensor, ...]]
+
 
 def chunk_size(vocab_size: int, elements_max: int = LOGITS_MAX) -> int:
     """The number of positions whose logits have at most `elements_max` elements."""
@@ -34,9 +37,10 @@ def chunked_logprobs(
     chunk: int,
     kept: int = 0,
     entropy_trained: bool = True,
-) -> tuple[Tensor, Tensor]:
+    beside: Beside | None = None,
+) -> tuple[Tensor, ...]:
     """Computes the logprobs of `targets_N` and the entropies at N positions, fp32, of the
-    temperature-scaled distribution.
+    temperature-scaled distribution, then what `beside` gives for each chunk, joined.
 
     `project` maps hidden states to logits (the lm_head). Each chunk's logits are recomputed in the
     backward pass, unless N is at most `kept`. `entropy_trained`: the loss depends on the entropies;
@@ -49,18 +53,20 @@ def chunked_logprobs(
 
     scores = fused_scores if hidden_NH.device.type == "cuda" else scores_of
 
-    def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        return scores(project(hidden_CH), targets_C, temperature, entropy_trained)
+    def of_chunk(hidden_CH: Tensor, targets_C: Tensor, first: int) -> tuple[Tensor, ...]:
+        logits_CV = project(hidden_CH)
+        own = scores(logits_CV, targets_C, temperature, entropy_trained)
+        return own if beside is None else (*own, *beside(logits_CV, slice(first, first + len(targets_C))))
 
     parts = [
-        checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(of_chunk, hidden_CH, targets_C, index * chunk, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled() and len(targets_N) > kept
-        else of_chunk(hidden_CH, targets_C)
-        for hidden_CH, targets_C in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+        else of_chunk(hidden_CH, targets_C, index * chunk)
+        for index, (hidden_CH, targets_C) in enumerate(zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True))
     ]
-    logprobs_N = torch.cat([part[0] for part in parts])
-    assert logprobs_N.shape == targets_N.shape, "a position was lost"
-    return logprobs_N, torch.cat([part[1] for part in parts])
+    joined = tuple(torch.cat(values) for values in zip(*parts, strict=True))
+    assert joined[0].shape == targets_N.shape, "a position was lost"
+    return joined
 
 
 def scores_of(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy_trained: bool) -> tuple[Tensor, Tensor]:

@@ -293,7 +293,14 @@ def _of_teacher(config: Sections) -> Iterator[str]:
     if not rl.teacher:
         if rl.teacher_coef != default:
             yield f"{rl.teacher_coef=}: there is no teacher to weigh; set rl.teacher, or remove rl.teacher_coef"
+        if rl.teacher_top_k:
+            yield f"{rl.teacher_top_k=}: there is no teacher to ask; set rl.teacher, or remove rl.teacher_top_k"
         return
+    if rl.teacher_top_k and config.trainer.context_ranks > 1:
+        yield (
+            f"{rl.teacher_top_k=}: a rank of a context-parallel group has the logits of its own slices only; use"
+            " trainer.context_ranks = 1, or teacher_top_k = 0"
+        )
     if not rl.is_weighed and "nonzero_std" in rl.filters:
         yield (
             f"{rl.filters=}: no reward has a weight, and the filter nonzero_std drops every group whose rewards are"

@@ -283,8 +283,23 @@ class RlConfig(OptimizerConfig):
         default=1.0,
         ge=0,
         description=(
-            "Weight of the teacher's logprob minus the policy's (nats) in the advantage of each token; 0: only logged"
+            "Weight of the teacher's logprob minus the policy's (nats) in the advantage of each token, or, with"
+            " teacher_top_k, of their divergence in the loss; 0: only logged"
         ),
+    )
+    teacher_top_k: Annotated[int, "policy", "teacher_logprobs", Added(0)] = Field(
+        default=0,
+        ge=0,
+        description=(
+            "The divergence from the teacher over so many tokens that it finds most probable at each place, all others"
+            " as one class (from the vocabulary's size on: all); 0: the token that was sampled alone, as an advantage"
+        ),
+    )
+    teacher_beta: Annotated[float, "policy", Added(0.5)] = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Which divergence, with teacher_top_k: 0 forward KL, 1 reverse KL, between them Jensen-Shannon",
     )
     entropy_coef: Trains[float] = Field(default=0.0, ge=0, description="Weight of the entropy bonus")
     importance: Trains[Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]] = Field(

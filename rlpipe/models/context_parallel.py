@@ -104,7 +104,7 @@ class ContextGroup:
         own = tokens_RL[:, columns].contiguous(), positions_RL[:, columns].contiguous()
         return Slice(*own, source_M, target_N.index_select(0, place_M), place_M)
 
-    def joined(self, parts_M: tuple[Tensor, Tensor], place_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def joined(self, first_M: Tensor, second_M: Tensor, place_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Joins the values that each rank has at its scored positions, to values at all N, on all
         ranks.
 
@@ -112,7 +112,7 @@ class ContextGroup:
         so all ranks of the group must compute the same loss of the values, and their gradients must
         be summed.
         """
-        values_M2 = torch.stack(parts_M, -1)
+        values_M2 = torch.stack([first_M, second_M], -1)
         joined_N2 = _Sum.apply(values_M2.new_zeros(count, 2).index_put((place_M,), values_M2), self)
         # clone: FSDP puts hooks on what a policy returns, and warns about views
         return joined_N2[:, 0].clone(), joined_N2[:, 1].clone()

@@ -214,7 +214,22 @@ class TeacherLogprobs:
     logprobs: Logprobs  # [N]
 
 
+@dataclass(frozen=True, eq=False)
+class TeacherTop:
+    """The K tokens that the teacher finds most probable at each of the N scored tokens of a row,
+    position after position, and their logprobs. `rest`: the logprob of all other tokens together,
+    -inf where the K are the whole vocabulary.
+    """
+
+    group_index: Int32
+    rollout_index: Int32
+    tokens: Tokens  # [N K]
+    logprobs: Logprobs  # [N K]
+    rest: Logprobs  # [N]
+
+
 TEACHER_FILE = "teacher_logprobs.parquet"
+TEACHER_TOP_FILE = "teacher_top.parquet"
 BRANCHES_FILE = "branches.parquet"  # stored with their rollouts
 Group = list[Rollout]
 

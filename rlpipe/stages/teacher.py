@@ -14,11 +14,13 @@ from rlpipe.trainer.jobs import TeacherJob
 async def ask_teacher(
     session: Session, attempt: Attempt, *, iteration: int, batch: ArtifactRef, teacher: ArtifactRef
 ) -> Produced:
-    """The logprobs that the teacher gives to each trained token of the batch, computed by the
-    trainer. A retry, a replay and a fork that trains the batch again take them from here.
+    """The logprobs that the teacher gives to each trained token of the batch, and to its own top
+    tokens there where `rl.teacher_top_k` says so, computed by the trainer. A retry, a replay and a
+    fork that trains the batch again take them from here.
     """
     assert attempt.folder == session.run.folder("rl", iteration, "teacher_logprobs"), attempt.folder
-    job = TeacherJob(batch, teacher, session.config.rl.temperature, attempt.folder, attempt.name)
+    rl = session.config.rl
+    job = TeacherJob(batch, teacher, rl.temperature, attempt.folder, attempt.name, rl.teacher_top_k)
     answer = await do_job(session, job, _nothing_to_rebuild)
     files = [FileRecord(**record) for record in answer["teacher"]]
     return Produced(files, answer["metrics"])

@@ -14,11 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.divergence import TopTokens
 from rlpipe.algorithms.steps import step_ranges
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
-from rlpipe.records.rollout import BRANCHES_FILE, TEACHER_FILE, Branch, Conversation, TeacherLogprobs, with_branches
+from rlpipe.records.rollout import (
+    BRANCHES_FILE,
+    TEACHER_FILE,
+    TEACHER_TOP_FILE,
+    Branch,
+    Conversation,
+    TeacherLogprobs,
+    TeacherTop,
+    with_branches,
+)
 from rlpipe.store.artifacts import read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.mapped import map_records, map_records_if_any
@@ -78,6 +88,7 @@ class Microbatch:
     proximal_logprobs_BT: Tensor | None = None
     reference_logprobs_BT: Tensor | None = None
     teacher_logprobs_BT: Tensor | None = None
+    teacher_top: TopTokens | None = None  # of the N scored positions
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Places the values of the scored positions into B x T, with 0 elsewhere."""
@@ -90,6 +101,26 @@ class Microbatch:
         """
         own = [values_B[row] for row in self.rows] or [np.zeros(1)]  # padding has one position
         return self.spread(torch.from_numpy(np.concatenate(own)).float().to(self.slot_N.device))
+
+    def with_teacher_top(self, top_B: list[TeacherTop]) -> Microbatch:
+        """With the teacher's top tokens at its scored positions. `top_B`: of all rows of the
+        batch.
+        """
+        top_k = next(len(row.tokens) // len(row.rest) for row in top_B if len(row.rest))
+        own = [top_B[row] for row in self.rows]
+        one = np.zeros(0 if own else 1)  # padding has one position
+
+        def joined(values: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate([np.repeat(one, top_k), *values])).view(-1, top_k)
+
+        rest_N = torch.from_numpy(np.concatenate([one, *(row.rest for row in own)])).float()
+        is_whole = all(np.isneginf(row.rest).all() for row in top_B)
+        top = TopTokens(
+            joined([row.tokens for row in own]).long().to(self.slot_N.device),
+            joined([row.logprobs for row in own]).float().to(self.slot_N.device),
+            None if is_whole else rest_N.to(self.slot_N.device),
+        )
+        return replace(self, teacher_top=top)
 
     def scored(self, values_BT: Tensor) -> Tensor:
         """Returns the values of B x T at the scored positions, row after row; empty for a
@@ -190,17 +221,29 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
     )
 
 
-def read_teacher(store: Store, logprobs: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:
+def read_teacher(store: Store, ref: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:
     """Reads the teacher's logprobs of the scored tokens of each row of a batch. `folder`: see
     `map_records`. StoreError when they are of another batch.
     """
-    read = map_records(store, logprobs, TEACHER_FILE, TeacherLogprobs, folder)
-    stored = [(row.group_index, row.rollout_index, len(row.logprobs)) for row in read]
-    if stored != [*zip(rollouts.group_index_B, rollouts.rollout_index_B, rollouts.lengths_B, strict=True)]:
-        raise StoreError(
-            f"{store.address(logprobs.folder)}: the teacher's logprobs are not those of the batch's tokens"
-        )
-    return [row.logprobs for row in read]
+    rows = map_records(store, ref, TEACHER_FILE, TeacherLogprobs, folder)
+    _check_taught(store, ref, rollouts, [(row.group_index, row.rollout_index, len(row.logprobs)) for row in rows])
+    return [row.logprobs for row in rows]
+
+
+def read_teacher_top(store: Store, ref: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[TeacherTop]:
+    """Reads the teacher's top tokens at the scored tokens of each row, as `read_teacher`; empty
+    where it was not asked for them.
+    """
+    rows = list(map_records_if_any(store, ref, TEACHER_TOP_FILE, TeacherTop, folder))
+    if rows:
+        taught = [(row.group_index, row.rollout_index, len(row.rest)) for row in rows]
+        _check_taught(store, ref, rollouts, taught)
+    return rows
+
+
+def _check_taught(store: Store, ref: ArtifactRef, rollouts: RlBatch, taught: list[tuple[int, int, int]]) -> None:
+    if taught != [*zip(rollouts.group_index_B, rollouts.rollout_index_B, rollouts.lengths_B, strict=True)]:
+        raise StoreError(f"{store.address(ref.folder)}: the teacher's logprobs are not those of the batch's tokens")
 
 
 def rows_of_steps(group_index_B: np.ndarray, empty_groups: list[int] | None, num_steps: int) -> list[np.ndarray]:

@@ -25,13 +25,23 @@ def of_whole_batch(ranks: Ranks, lengths_B: np.ndarray, parts: Iterable[tuple[Mi
     """Joins values_BT of all microbatches of all ranks to [N], float32 on the host, on all ranks;
     each context-parallel group fills in its own part. A collective.
     """
+    scored = ((microbatch, microbatch.scored(values_BT)[:, None]) for microbatch, values_BT in parts)
+    return rows_of_batch(ranks, lengths_B, scored, 1)[:, 0]
+
+
+def rows_of_batch(
+    ranks: Ranks, lengths_B: np.ndarray, parts: Iterable[tuple[Microbatch, Tensor]], width: int
+) -> Tensor:
+    """Joins the values at the scored positions of all microbatches, of `width` numbers each, as
+    `of_whole_batch`, to [N, width].
+    """
     ends_B = np.cumsum(lengths_B)
-    values_N = torch.zeros(int(lengths_B.sum()))
-    for microbatch, values_BT in parts:
-        own = microbatch.scored(values_BT).cpu().split([int(lengths_B[row]) for row in microbatch.rows])
-        for row, values in zip(microbatch.rows, own, strict=True):
-            values_N[ends_B[row] - len(values) : ends_B[row]] = values
-    return ranks.join(ranks.once(values_N))
+    values_NC = torch.zeros(int(lengths_B.sum()), width)
+    for microbatch, values in parts:
+        own = values[: None if microbatch.rows else 0].cpu().split([int(lengths_B[row]) for row in microbatch.rows])
+        for row, of_row in zip(microbatch.rows, own, strict=True):
+            values_NC[ends_B[row] - len(of_row) : ends_B[row]] = of_row
+    return ranks.join(ranks.once(values_NC))
 
 
 class Gaps:

@@ -137,7 +137,8 @@ class SftJob(TrainJob):
 @dataclass(frozen=True)
 class TeacherJob:
     """Computes the logprobs that a frozen teacher gives to the trained tokens of a batch, and
-    writes them as files of an attempt. Needs no position, and changes none.
+    writes them as files of an attempt; with `top_k` also its most probable tokens at each. Needs no
+    position, and changes none.
     """
 
     data: Reference
@@ -145,6 +146,7 @@ class TeacherJob:
     temperature: float
     folder: str
     attempt: str
+    top_k: int = 0
 
 
 @with_config(EXACT)

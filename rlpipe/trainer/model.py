@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from rlpipe.algorithms.logprobs import LOGITS_KEPT, chunk_size, chunked_logprobs
+from rlpipe.algorithms.logprobs import LOGITS_KEPT, Beside, chunk_size, chunked_logprobs
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.values import JsonDict
@@ -73,10 +73,11 @@ class PolicyModel(nn.Module):
         temperature: float,
         entropy_trained: bool = True,
         branch_RL: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        beside: Beside | None = None,
+    ) -> tuple[Tensor, ...]:
         """Returns logprobs and entropies of `target_N`, fp32, each predicted at the flat position
-        `source_N`. All ranks of a context-parallel group pass the same arguments and get the same
-        result.
+        `source_N`, and what is computed `beside` (not in a context-parallel group). All ranks of a
+        context-parallel group pass the same arguments and get the same result.
         """
         context, length, count, place_M = (
             self.context if uses_context_group(self.lm) else None,
@@ -84,6 +85,7 @@ class PolicyModel(nn.Module):
             len(target_N),
             None,
         )
+        assert beside is None or context is None, "a rank has the logits of its own slices only"
         if context:
             tokens_RL, positions_RL, branch_RL = context.filled(tokens_RL, positions_RL, branch_RL)
         mask = self._mask(positions_RL, branch_RL, context)
@@ -94,8 +96,8 @@ class PolicyModel(nn.Module):
         with self.experts.counting(source_N):
             hidden_NH = hidden_states(self.lm, tokens_RL, positions_RL, mask).flatten(0, 1).index_select(0, source_N)
         how = {"temperature": temperature, "chunk": self.chunk, "kept": self.kept, "entropy_trained": entropy_trained}
-        parts = chunked_logprobs(hidden_NH, target_N, self._project, **how)
-        return parts if context is None or place_M is None else context.joined(parts, place_M, count)
+        parts = chunked_logprobs(hidden_NH, target_N, self._project, **how, beside=beside)
+        return parts if context is None or place_M is None else context.joined(parts[0], parts[1], place_M, count)
 
     def _mask(
         self, positions_RL: Tensor, branch_RL: Tensor | None, context: ContextGroup | None

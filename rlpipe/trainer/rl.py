@@ -18,10 +18,11 @@ from torch import Tensor
 from rlpipe.algorithms.advantages import row_advantages
 from rlpipe.algorithms.losses import aggregate, importance_weights, kl, policy_terms
 from rlpipe.base.errors import UserError
+from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
-from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch, read_teacher
+from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch, read_teacher, read_teacher_top
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
@@ -31,6 +32,7 @@ from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import (
     LossPart,
     Resident,
+    Scores,
     StepBatch,
     StepSettings,
     frozen_logprobs,
@@ -43,7 +45,7 @@ from rlpipe.trainer.step import (
 # already
 TOKEN_SUMS = (
     "entropy", "clip_fraction_low", "clip_fraction_high", "proximal_kl", "mismatch_abs_mean", "importance_mean",
-    "importance_clipped_fraction", "teacher_kl", "onpolicy_abs", "reference_abs",
+    "importance_clipped_fraction", "teacher_kl", "teacher_divergence", "onpolicy_abs", "reference_abs",
 )  # fmt: skip
 # these are 0 before the first update, and mean nothing after it
 FIRST_STEP = ("onpolicy_abs", "reference_abs")
@@ -100,8 +102,7 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     other = reference and reference.policy
     planned = [plan_batch(ranks, resident.policy, rows, step, other) for step in rollouts.steps]
     if logprobs := job.teacher_logprobs:
-        teacher_B = ranks.in_turn(lambda folder: read_teacher(ranks.store, logprobs, rollouts, folder))
-        planned = [placed(batch, "teacher_logprobs_BT", teacher_B) for batch in planned]
+        planned = [*with_teacher(ranks, planned, logprobs, rollouts)]
     if settings.proximal == "engine":
         check_recorded(ranks, job.data.folder, planned)
         planned = [as_recorded(batch) for batch in planned]
@@ -116,7 +117,9 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     advantages_B, gaps = advantages(ranks, rollouts, list(batches.values()), settings), Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
-        how = StepSettings(settings, job.first_step + index, settings.temperature, place, entropy_trained=trained)
+        how = StepSettings(
+            settings, job.first_step + index, settings.temperature, place, trained, settings.teacher_beta
+        )
         part = loss_part(batch, settings, gaps, moved=len(metrics) > 0)
         sums = optimizer_step(ranks, resident, placed(batch, "advantages_BT", advantages_B), part, how)
         metrics.append(
@@ -127,6 +130,17 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
     taken = StepsTaken([replace(batch, microbatches=[]) for batch in planned], metrics, time.monotonic() - started)
     passes = [(resident.policy, TRAINED + computed), *([(reference.policy, 1)] if reference else [])]
     return JobResult(metrics_of(ranks, resident, taken, passes, job))
+
+
+def with_teacher(ranks: Ranks, planned: list[StepBatch], ref: ArtifactRef, rollouts: RlBatch) -> Iterator[StepBatch]:
+    """Yields the batches with what the teacher gave to their tokens."""
+    teacher_B = ranks.in_turn(lambda folder: read_teacher(ranks.store, ref, rollouts, folder))
+    top_B = ranks.in_turn(lambda folder: read_teacher_top(ranks.store, ref, rollouts, folder))
+    for batch in planned:
+        taught = placed(batch, "teacher_logprobs_BT", teacher_B)
+        if rollouts.lengths_B.any() and top_B:
+            taught = replace(taught, microbatches=[one.with_teacher_top(top_B) for one in taught.microbatches])
+        yield taught
 
 
 def check_recorded(ranks: Ranks, folder: str, batches: list[StepBatch]) -> None:
@@ -181,6 +195,7 @@ def metrics_of(
     # there is no KL without a reference, or a teacher, or without a step
     left_out = {"kl"} if len(passes) == 1 or not steps else set[str]()
     left_out |= {"teacher_kl"} if job.teacher_logprobs is None or not steps else set[str]()
+    left_out |= set[str]() if settings.teacher_top_k and steps else {"teacher_divergence"}
     names = [name for name in STEP_METRICS if name not in left_out]
     return summary(steps, names, batches) | resident.policy.experts.metrics(ranks.sum) | beside
 
@@ -261,7 +276,8 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
         length=settings.completion_tokens_max,
     )
 
-    def part(microbatch: Microbatch, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def part(microbatch: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs_BT, entropy_BT, divergence_BT = scores
         mask_BT, given_BT, own_BT = microbatch.mask_BT, microbatch.proximal_logprobs_BT, logprobs_BT.detach()
         proximal_BT = own_BT if given_BT is None else given_BT
         advantages_BT = _with_teacher(microbatch, proximal_BT, settings.teacher_coef)
@@ -288,12 +304,15 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
             loss = loss + settings.kl_coef * kl_part
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * scalar(entropy_BT, mask_BT)
+        if divergence_BT is not None:
+            loss = loss + settings.teacher_coef * scalar(divergence_BT, mask_BT)
         values = {
             "entropy": entropy_BT.detach(),
             "clip_fraction_low": below_BT,
             "clip_fraction_high": above_BT,
             "importance_mean": weights_BT,
             "importance_clipped_fraction": bounded_BT,
+            "teacher_divergence": torch.zeros_like(own_BT) if divergence_BT is None else divergence_BT.detach(),
             **_distances(microbatch, rollout_BT, proximal_BT, start_BT, own_BT),
         }
         sums = {name: (values[name].float() * mask_BT).sum() for name in TOKEN_SUMS}
@@ -303,10 +322,14 @@ def loss_part(batch: StepBatch, settings: RlConfig, gaps: Gaps, *, moved: bool) 
 
 
 def _with_teacher(microbatch: Microbatch, proximal_BT: Tensor, coef: float) -> Tensor:
-    """The advantages, plus the weighed log T - log pi_p of each token where there is a teacher."""
+    """The advantages, plus the weighed log T - log pi_p of each token where there is a teacher, and
+    no divergence.
+    """
     advantages_BT, teacher_BT = microbatch.advantages_BT, microbatch.teacher_logprobs_BT
     assert advantages_BT is not None, "advantages come first"
-    return advantages_BT if teacher_BT is None else advantages_BT + coef * (teacher_BT - proximal_BT)
+    if teacher_BT is None or microbatch.teacher_top is not None:
+        return advantages_BT
+    return advantages_BT + coef * (teacher_BT - proximal_BT)
 
 
 def _distances(

@@ -20,7 +20,16 @@ from rlpipe.trainer.batches import Microbatch, conversations_of_step, read_conve
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.jobs import JobResult, SftJob
 from rlpipe.trainer.ranks import Ranks
-from rlpipe.trainer.step import Resident, StepBatch, StepSettings, frozen_logprobs, optimizer_step, plan_batch, summary
+from rlpipe.trainer.step import (
+    Resident,
+    Scores,
+    StepBatch,
+    StepSettings,
+    frozen_logprobs,
+    optimizer_step,
+    plan_batch,
+    summary,
+)
 
 
 def train_sft(ranks: Ranks, resident: Resident, job: SftJob) -> JobResult:
@@ -51,10 +60,8 @@ def train_sft(ranks: Ranks, resident: Resident, job: SftJob) -> JobResult:
     return JobResult(summary(steps, ("loss", "grad_norm"), batches) | validation | beside)
 
 
-def _cross_entropy(
-    num_tokens: int, microbatch: Microbatch, logprobs_BT: Tensor, _entropy_BT: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return sft_loss(logprobs_BT, microbatch.mask_BT, num_tokens=num_tokens), {}
+def _cross_entropy(num_tokens: int, microbatch: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    return sft_loss(scores.logprobs_BT, microbatch.mask_BT, num_tokens=num_tokens), {}
 
 
 def _validation(ranks: Ranks, resident: Resident, data: ArtifactRef, batch_size: int) -> Metrics:

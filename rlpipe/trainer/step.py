@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from rlpipe.algorithms.divergence import TopTokens, jensen_shannon
+from rlpipe.algorithms.logprobs import Beside
 from rlpipe.base.errors import StepRefused
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import BETA1, OptimizerConfig
@@ -25,9 +29,19 @@ from rlpipe.trainer.moments import MOMENTS, AwayMoments
 from rlpipe.trainer.packing import Rows, TrainSequence, plan_texts, shapes, text_tokens
 from rlpipe.trainer.ranks import Ranks
 
-# (microbatch, logprobs_BT, entropy_BT) -> (this microbatch's part of the loss, sums by name, the
-# same names every time)
-LossPart = Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+class Scores(NamedTuple):
+    """What a forward pass gives for each token of a microbatch, 0 outside its mask.
+    `divergence_BT`: from the teacher's top tokens; None where the microbatch has none.
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    divergence_BT: Tensor | None = None
+
+
+# -> (this microbatch's part of the loss, sums by name, the same names every time)
+LossPart = Callable[[Microbatch, Scores], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ class StepSettings:
     # of the data, for the text of StepRefused. Example: "runs/a/rl/00003/batch step 2"
     address: str
     entropy_trained: bool = True  # the loss has an entropy term
+    teacher_beta: float = 0.0  # of the divergence from a teacher's top tokens
 
 
 def learning_rate(settings: OptimizerConfig, step: int) -> float:
@@ -185,10 +200,16 @@ def plan_batch(
 
 
 def forward(
-    policy: PolicyModel, microbatch: Microbatch, temperature: float, entropy_trained: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Returns logprobs_BT and entropy_BT of a microbatch, 0 outside its mask."""
-    logprobs_N, entropy_N = policy(
+    policy: PolicyModel,
+    microbatch: Microbatch,
+    temperature: float,
+    entropy_trained: bool = True,
+    beside: Beside | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns the logprobs and entropies of a microbatch's scored tokens, [N], and what is computed
+    beside.
+    """
+    return policy(
         microbatch.tokens_RL,
         microbatch.positions_RL,
         microbatch.source_N,
@@ -196,8 +217,20 @@ def forward(
         temperature,
         entropy_trained,
         microbatch.branch_RL,
+        beside,
     )
-    return microbatch.spread(logprobs_N), microbatch.spread(entropy_N)
+
+
+def scored(policy: PolicyModel, microbatch: Microbatch, settings: StepSettings) -> Scores:
+    """The scores on which a step trains."""
+    beside = microbatch.teacher_top and partial(_divergence, microbatch.teacher_top, settings)
+    values = forward(policy, microbatch, settings.temperature, settings.entropy_trained, beside)
+    return Scores(*map(microbatch.spread, values))
+
+
+def _divergence(top: TopTokens, settings: StepSettings, logits_CV: Tensor, place: slice) -> tuple[Tensor]:
+    how = {"temperature": settings.temperature, "beta": settings.teacher_beta}
+    return (jensen_shannon(logits_CV, top.at(place), **how),)
 
 
 @torch.no_grad()
@@ -206,7 +239,7 @@ def frozen_logprobs(policy: PolicyModel, microbatches: list[Microbatch], tempera
 
     A collective: every rank must pass the same number of microbatches.
     """
-    logprobs = [forward(policy, microbatch, temperature)[0] for microbatch in microbatches]
+    logprobs = [microbatch.spread(forward(policy, microbatch, temperature)[0]) for microbatch in microbatches]
     reshard(policy)
     return logprobs
 
@@ -229,7 +262,7 @@ def optimizer_step(
     names: list[str] = []
     totals: Tensor | None = None
     for microbatch in batch.microbatches:
-        loss, sums = part(microbatch, *forward(policy, microbatch, settings.temperature, settings.entropy_trained))
+        loss, sums = part(microbatch, scored(policy, microbatch, settings))
         # gradients are reduced after every microbatch: unsharded until the last one they would take
         # 4 bytes a parameter on each rank
         (loss * ranks.size).backward()

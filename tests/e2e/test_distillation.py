@@ -11,7 +11,10 @@ from tests.pipeline import MINI, Folder, kill_group
 
 pytestmark = pytest.mark.e2e
 LOGPROBS = "rl/00001/teacher_logprobs"
-DISTILLED = ["rl.teacher=run:teacher", "rl.rewards={}", "rl.num_iterations=2", 'evaluation.rewards={"exact"=1.0}']
+DISTILLED = [
+    "rl.teacher=run:teacher", "rl.teacher_top_k=8", "rl.rewards={}", "rl.num_iterations=2",
+    'evaluation.rewards={"exact"=1.0}',
+]  # fmt: skip
 
 
 def forked(name: str, *sets: str) -> list[str]:
@@ -23,6 +26,7 @@ def record_of(folder: Folder, run: str, stage: str) -> Manifest:
 
 
 def test_a_kill_asks_no_token_twice_and_another_coefficient_asks_nobody(folder: Folder) -> None:
+    # by the divergence over the teacher's top tokens; docs/distillation.md has a run by sampled ones
     folder.complete("teacher", *MINI, "rl.num_iterations=1")
     where = ["--store", folder.store]
     code, output = folder.rlpipe(*forked("calm", *DISTILLED), *where)
@@ -38,6 +42,7 @@ def test_a_kill_asks_no_token_twice_and_another_coefficient_asks_nobody(folder: 
     assert record_of(folder, "killed", "teacher_logprobs") == before
     keys = folder.open_store().list(f"runs/killed/{LOGPROBS}")
     assert len({key.split("/")[-2] for key in keys if key.endswith(".parquet")}) == 1, "one attempt"
+    assert [file.name.split("/")[-1] for file in before.files] == ["teacher_logprobs.parquet", "teacher_top.parquet"]
     assert folder.final_sha256("killed", 2) == folder.final_sha256("calm", 2)
     code, output = folder.rlpipe(
         "fork", "killed", "--at", "1", "--run", "half", "--redo", "train", "--set", "rl.teacher_coef=0.5", *where

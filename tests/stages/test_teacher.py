@@ -41,6 +41,11 @@ def taught(tmp_path: Path, teacher: str | Path, *sets: str) -> PipelineConfig:
     [
         (["rl.teacher=run:a"], r"rl\.teacher='run:a': name another run"),
         (["rl.teacher_coef=0.5"], r"rl\.teacher_coef=0\.5: there is no teacher to weigh"),
+        (["rl.teacher_top_k=8"], r"rl\.teacher_top_k=8: there is no teacher to ask"),
+        (
+            ["rl.teacher=run:b", *ALONE, "rl.teacher_top_k=8", "trainer.num_ranks=2", "trainer.context_ranks=2"],
+            r"rl\.teacher_top_k=8: a rank of a context-parallel group",
+        ),
         (["rl.rewards={}"], r"rl\.rewards is empty"),
         (["rl.teacher=run:b", *ALONE, "rl.teacher_coef=0"], r"rl\.rewards is empty"),
         (["rl.teacher=run:b", *ALONE, 'rl.filters={"nonzero_std"=0.0}'], r"rl\.filters=.*drops every group"),
@@ -56,7 +61,8 @@ def test_what_does_not_go_together(tmp_path: Path, sets: list[str], error: str) 
 
 
 def test_a_config_without_a_teacher_is_stored_as_before(tmp_path: Path) -> None:
-    assert not {"teacher", "teacher_coef"} & stored_tree(config(tmp_path))["rl"].keys()
+    assert not {name for name in stored_tree(config(tmp_path))["rl"] if name.startswith("teacher")}
+    assert not {"teacher_top_k", "teacher_beta"} & stored_tree(taught(tmp_path, "run:b"))["rl"].keys()
     assert stored_tree(taught(tmp_path, "run:b", "rl.teacher_coef=0.5"))["rl"]["teacher_coef"] == 0.5
 
 
@@ -117,9 +123,11 @@ def fork_of_redo(parent: Run, tmp_path: Path) -> Run:
     return Run(parent.store, taught(tmp_path, "run:b", "run=again"), parent, fork_at=-1, redo="train")
 
 
-def test_the_settings_of_the_logprobs_are_the_teacher_and_the_temperature(tmp_path: Path) -> None:
+def test_the_settings_of_the_logprobs_are_what_the_teacher_is_asked(tmp_path: Path) -> None:
     settings = ask_teacher.settings(taught(tmp_path, "run:b", "rl.temperature=0.7", "rl.teacher_coef=0.5"))
     assert settings == {"seed": 0, "rl.teacher": "run:b", "rl.temperature": 0.7}
+    top = ask_teacher.settings(taught(tmp_path, "run:b", "rl.teacher_top_k=8", "rl.teacher_beta=0.1"))
+    assert top == {"seed": 0, "rl.teacher": "run:b", "rl.temperature": 1.0, "rl.teacher_top_k": 8}
 
 
 def test_without_rewards_each_score_is_0() -> None:

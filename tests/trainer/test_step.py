@@ -32,7 +32,7 @@ from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.packing import Rows, TrainSequence
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.rl import TOKEN_SUMS, advantages, as_recorded, loss_part, placed, with_frozen
-from rlpipe.trainer.step import Resident, StepBatch, StepSettings, forward, optimizer_step, plan_batch
+from rlpipe.trainer.step import Resident, StepBatch, StepSettings, optimizer_step, plan_batch, scored
 from rlpipe.trainer.trainer import Trainer
 from tests import maths_oracle as oracle
 from tests import trainer_world as world
@@ -180,6 +180,7 @@ def plain_token_sums(
         "importance_mean": math.fsum(weights),
         "importance_clipped_fraction": sum(weight != other for weight, other in zip(weights, unbounded, strict=True)),
         "teacher_kl": 0.0,  # there is none (test_teaching.py)
+        "teacher_divergence": 0.0,
         "onpolicy_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, start, strict=True)),
         "reference_abs": math.fsum(oracle.kl(p, q, "abs") for p, q in zip(policy, reference, strict=True)),
     }
@@ -299,7 +300,7 @@ def test_microbatches_of_padding_and_unscored_sequences_change_nothing(
     told = [advantages(ranks, setup.rollouts, [each], settings) for each in (whole, both)]
     assert all(map(np.array_equal, *told)), "padding has no KL"
     (frozen,) = placed(alone, "advantages_BT", told[0]).microbatches
-    loss, sums = loss_part(batch, settings, Gaps(), moved=False)(frozen, *forward(resident.policy, padding, 1.0))
+    loss, sums = loss_part(batch, settings, Gaps(), moved=False)(frozen, scored(resident.policy, padding, HOW))
     loss.backward()
     assert loss.item() == 0 and all(value.item() == 0 for value in sums.values())
     assert all(not gradient.any() for gradient in resident.gradients())

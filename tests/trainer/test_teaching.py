@@ -4,6 +4,7 @@ float64."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ class Classroom:
     rows: list[JsonDict]
     batch: ArtifactRef
 
-    def taught(self, folder: str = PLACE, temperature: float = 1.0) -> ArtifactRef:
+    def taught(self, folder: str = PLACE, temperature: float = 1.0, top_k: int = 0) -> ArtifactRef:
         """The committed logprobs of the batch."""
-        answer = world.run(self.trainer, "teacher", asking(self.batch, self.teacher, folder, temperature))
+        job = asking(self.batch, self.teacher, folder, temperature) | {"top_k": top_k}
+        answer = world.run(self.trainer, "teacher", job)
         return world.saved(self.trainer.ranks.store, folder, answer["teacher"])
 
     def trained(self, logprobs: ArtifactRef | None, **settings: Any) -> JsonDict:
@@ -74,13 +76,21 @@ def room(tmp_path: Path) -> Classroom:
 
 def plain_logprobs(seed: int, row: JsonDict, temperature: float = 1.0, lm: Any = None) -> torch.Tensor:
     """Of each scored token of a row, by one forward pass of the model alone, float64."""
-    if lm is None:
-        torch.manual_seed(seed)
-        lm = AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
+    logprobs = all_logprobs(lm or double_model(seed), row, temperature)
+    targets = torch.tensor(row["completion_tokens"])[np.flatnonzero(row["loss_mask"])]
+    return logprobs.gather(1, targets[:, None])[:, 0]
+
+
+def double_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
+
+
+def all_logprobs(lm: Any, row: JsonDict, temperature: float) -> torch.Tensor:
+    """Of every token of the vocabulary at each scored position of a row, float64."""
     tokens = torch.tensor([row["prompt_tokens"] + row["completion_tokens"]])
-    logprobs = torch.log_softmax(lm(tokens).logits[0, :-1] / temperature, dim=-1)
-    of_token = logprobs.gather(1, tokens[0, 1:, None])[:, 0][len(row["prompt_tokens"]) - 1 :]
-    return of_token[np.flatnonzero(row["loss_mask"])]
+    logprobs = torch.log_softmax(lm(tokens).logits[0, :-1] / temperature, dim=-1)[len(row["prompt_tokens"]) - 1 :]
+    return logprobs[np.flatnonzero(row["loss_mask"])]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -101,8 +111,7 @@ def test_the_gradient_is_that_of_a_plain_loop_in_float64(room: Classroom, object
     if not beside_rewards:
         room.batch = world.batch(room.trainer.ranks.store, "without", [row | {"reward": 0.0} for row in room.rows])
     metrics = room.trained(room.taught(), objective=objective, estimator="dr_grpo", teacher_coef=0.5)
-    torch.manual_seed(0)
-    student = AutoModelForCausalLM.from_config(hf_config(world.MODEL), dtype=torch.float32).double().eval()
+    student = double_model(0)
     of_group = (rewards - rewards.mean(1, keepdims=True)).flatten()
     loss, apart, count = torch.zeros((), dtype=torch.float64), 0.0, sum(sum(row["loss_mask"]) for row in room.rows)
     for row, advantage in zip(room.rows, of_group, strict=True):
@@ -116,6 +125,60 @@ def test_the_gradient_is_that_of_a_plain_loop_in_float64(room: Classroom, object
     for name, gradient in expected.items():
         assert float((found[name].double() - gradient).norm() / gradient.norm()) <= 1e-5, name
     assert metrics["train/teacher_kl"] == pytest.approx(apart, rel=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 7, world.VOCAB, 1000])
+@pytest.mark.parametrize(("beta", "beside_rewards"), [(0.0, False), (0.3, False), (0.3, True), (1.0, False)])
+def test_the_gradient_of_the_divergence_is_that_of_a_plain_loop_in_float64(
+    room: Classroom, top_k: int, beta: float, beside_rewards: bool
+) -> None:
+    temperature, coef = 0.7, 0.5
+    for row in room.rows:
+        row["reward"] *= beside_rewards
+    room.batch = world.batch(room.trainer.ranks.store, "another", room.rows)
+    logprobs = room.taught(temperature=temperature, top_k=top_k)
+    how = {"teacher_top_k": top_k, "teacher_beta": beta, "teacher_coef": coef, "temperature": temperature}
+    metrics = room.trained(logprobs, objective="ppo", estimator="dr_grpo", **how)
+    rewards = np.array([row["reward"] for row in room.rows]).reshape(6, 4)
+    of_group = (rewards - rewards.mean(1, keepdims=True)).flatten()
+    student, teacher = (double_model(seed) for seed in (0, 9))
+    loss, apart, count = torch.zeros((), dtype=torch.float64), 0.0, sum(sum(row["loss_mask"]) for row in room.rows)
+    for row, advantage in zip(room.rows, of_group, strict=True):
+        loss = loss - advantage * plain_logprobs(0, row, temperature, student).sum() / count
+        shares = [all_logprobs(lm, row, temperature).exp() for lm in (student, teacher)]
+        for p, t in zip(shares[0], shares[1].detach(), strict=True):
+            chosen = t.topk(min(top_k, len(t))).indices
+            others = torch.ones(len(t), dtype=torch.bool).index_fill(0, chosen, False)
+            if others.any():
+                p, t = (torch.cat([each[chosen], each[others].sum()[None]]) for each in (p, t))
+            m = beta * t + (1 - beta) * p
+            forward, reverse = ((a * (a / b).log()).sum() for a, b in ((t, m), (p, m)))
+            if beta in (0, 1):
+                one = (p * (p / t).log()).sum() if beta else (t * (t / p).log()).sum()
+            else:
+                one = beta * forward + (1 - beta) * reverse
+            loss, apart = loss + coef * one / count, apart + float(one.detach()) / count
+    loss.backward()
+    expected, found = {name: weight.grad for name, weight in student.named_parameters()}, room.gradients()
+    squares = [
+        (float((found[name].double() - one).norm()) ** 2, float(one.norm()) ** 2) for name, one in expected.items()
+    ]
+    wrong, whole = (math.sqrt(sum(values)) for values in zip(*squares, strict=True))
+    assert wrong <= 1e-5 * whole, wrong / whole
+    assert metrics["train/teacher_divergence"] == pytest.approx(apart, rel=1e-5, abs=5e-7)  # of differences in fp32
+
+
+def test_top_tokens_change_no_logprob_and_small_microbatches_give_the_same(room: Classroom, tmp_path: Path) -> None:
+    plain, top = room.taught(), room.taught("runs/a/rl/00001/teacher_logprobs", top_k=4)
+    store = room.trainer.ranks.store
+    for one, other in zip(
+        *(read_records(store, ref, TEACHER_FILE, TeacherLogprobs) for ref in (plain, top)), strict=True
+    ):
+        assert np.array_equal(one.logprobs, other.logprobs)
+    how = {"teacher_top_k": 4, "rewards": {}, "objective": "ppo"}
+    whole = room.trained(top, **how)["train/teacher_divergence"]
+    room.trainer = Trainer(world.one_rank(tmp_path, tokens_max=64))
+    assert room.trained(top, **how)["train/teacher_divergence"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_without_a_coefficient_the_teacher_is_logged_and_changes_nothing(room: Classroom) -> None:
