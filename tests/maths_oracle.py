@@ -87,6 +87,13 @@ def reinforce_plus_plus_baseline(rewards: Row, groups: list[int], mask: list[lis
     return whitened([[value] * len(marks) for value, marks in zip(centred, mask, strict=True)], mask)
 
 
+def gdpo(parts: list[Row], weights: Row, groups: list[int]) -> Row:
+    """Of each rollout; `parts`: of each part, its values."""
+    apart = [group_advantages(values, groups, "grpo", [1] * len(groups)) for values in parts]
+    total = [sum(weight * own[row] for weight, own in zip(weights, apart, strict=True)) for row in range(len(groups))]
+    return [row[0] for row in whitened([[value] for value in total], [[1]] * len(groups))]
+
+
 def clipped_surrogate(ratio: float, advantage: float, low: float, high: float, dual_clip: float | None) -> float:
     loss = max(-ratio * advantage, -clamp(ratio, 1 - low, 1 + high) * advantage)
     return min(loss, -dual_clip * advantage) if dual_clip is not None and advantage < 0 else loss

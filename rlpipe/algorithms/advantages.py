@@ -44,7 +44,7 @@ def _opo(rewards_G: np.ndarray, lengths_G: np.ndarray) -> np.ndarray:
 GROUP_ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo, "maxrl": _maxrl, "opo": _opo,
 }  # fmt: skip
-ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline")  # of one reward a rollout
 
 
 def row_advantages(
@@ -154,6 +154,19 @@ def group_advantages(
             advantages_B[members] = GROUP_ESTIMATORS[estimator](rewards_G, lengths_B[members])
     assert np.isfinite(advantages_B).all(), "an advantage is not finite"
     return advantages_B
+
+
+def gdpo_advantages(parts_RK: np.ndarray, weights_K: np.ndarray, group_index_R: np.ndarray) -> np.ndarray:
+    """Computes the advantages of R rollouts from K parts of their rewards (GDPO, arXiv 2601.05242):
+    each part relative to its group as in `grpo`, their weighted sum whitened over the rollouts.
+
+    A part that is equal in a group adds 0 there.
+    """
+    assert parts_RK.shape == (len(group_index_R), len(weights_K)), "a value for each part, a weight a part"
+    total_R = np.zeros(len(parts_RK))
+    for weight, values_R in zip(weights_K, parts_RK.T, strict=True):
+        total_R += weight * group_advantages(values_R, group_index_R, estimator="grpo")
+    return _whitened(total_R)
 
 
 def _returns(

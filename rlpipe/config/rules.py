@@ -215,6 +215,8 @@ def _of_advantages(rl: RlConfig) -> Iterator[str]:
             f"{rl.kl=}: estimator maxrl divides by the mean reward, which a KL can make negative; use kl = 'loss', or"
             " another estimator"
         )
+    if rl.kl == "reward" and rl.estimator == "gdpo":
+        yield f"{rl.kl=}: estimator gdpo compares each part of the rewards by itself, and a KL is none; use kl = 'loss'"
     if rl.kl == "none" and rl.kl_coef:
         yield (
             f"{rl.kl_coef=}: it is the weight of a KL that is not computed; set rl.kl to 'loss' or 'reward', or"

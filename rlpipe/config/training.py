@@ -19,7 +19,9 @@ ROWS_MAX = 10**6  # rows of one batch
 Role = Literal["reference", "teacher"]  # the frozen models that a run may name beside its policy
 ROLES: tuple[Role, ...] = ("reference", "teacher")
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal[
+    "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
+]  # fmt: skip
 
 
 class OptimizerConfig(BaseModel, **STRICT):

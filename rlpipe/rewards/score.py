@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, final
 
+import numpy as np
 from pydantic import ConfigDict
 
 from rlpipe.base.errors import PromptFault
@@ -115,6 +116,29 @@ def gives(reward: str, part: str) -> bool:
     label.
     """
     return part == label(reward) or part.startswith(f"{label(reward)}_")
+
+
+def parts_matrix(rollouts: Sequence[Rollout], rewards: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """The parts of the rewards of R scored rollouts, [R, K], in the order of their names, and the
+    weight of each, [K].
+
+    A rollout that has none of them, as it got the number of a fault, has that as if each part gave
+    the same; any other part that it lacks is 0.
+    """
+    names = sorted({name for rollout in rollouts for name in rollout.reward_parts})
+    weights_K = np.array([rewards[_owner(rewards, name)] for name in names])
+    parts_RK = np.zeros((len(rollouts), len(names)))
+    for row, rollout in enumerate(rollouts):
+        equal = (rollout.reward or 0.0) / (weights_K.sum() or 1.0)
+        parts_RK[row] = [rollout.reward_parts.get(name, 0.0) for name in names] if rollout.reward_parts else equal
+    return parts_RK, weights_K
+
+
+def _owner(rewards: Iterable[str], part: str) -> str:
+    """The reward that gave a part; of several whose label the part's name begins with, that with
+    the longest.
+    """
+    return max((reward for reward in rewards if gives(reward, part)), key=lambda reward: len(label(reward)))
 
 
 def score_of(name: str, value: Any, weight: float) -> Score:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlpipe.algorithms.advantages import all_tokens, rollout_means, rollout_sums, row_advantages
+from rlpipe.algorithms.advantages import all_tokens, gdpo_advantages, rollout_means, rollout_sums, row_advantages
 from rlpipe.algorithms.filters import NOTHING_LEFT, apply_filters, resolve_filters
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
@@ -38,6 +38,7 @@ from rlpipe.records.rollout import (
     is_finished,
     with_branches,
 )
+from rlpipe.rewards.score import parts_matrix
 from rlpipe.stages.branches import branch_metrics, branches_of, read_branches
 from rlpipe.stages.iteration import account, staleness
 from rlpipe.stages.sampling import prompts_by_id, write_pass_rates
@@ -211,7 +212,10 @@ def write_batch(attempt: Attempt, rollouts: Group, branches: list[Branch], rl: R
     masked = without_truncated(rollouts) if rl.mask_truncated else rollouts
     num_masked = sum(new is not old for new, old in zip(masked, rollouts, strict=True))
     trained = branches_of(rollouts, branches, rl)
-    rows = with_advantages(masked, rl.estimator, rl.gamma, trained)
+    if rl.estimator == "gdpo":
+        rows = with_gdpo(masked, rl.rewards)
+    else:
+        rows = with_advantages(masked, rl.estimator, rl.gamma, trained)
     files = [attempt.write("batch.parquet", rows, Rollout, BATCH)]
     files += [attempt.write(BRANCHES_FILE, trained, Branch)] if trained else []
     return WrittenBatch(files, num_masked, trained)
@@ -238,6 +242,17 @@ def without_truncated(rollouts: list[Rollout]) -> list[Rollout]:
         if rollout.finish_reason == TRUNCATED and rollout.loss_mask.any()
         else rollout
         for rollout in rollouts
+    ]
+
+
+def with_gdpo(rollouts: list[Rollout], rewards: dict[str, float]) -> list[Rollout]:
+    """The rollouts with the `advantage` of gdpo, on which the trainer trains: only here the parts
+    of their rewards are known.
+    """
+    group_index_R = np.array([rollout.group_index for rollout in rollouts], dtype=np.int64)
+    advantages_R = gdpo_advantages(*parts_matrix(rollouts, rewards), group_index_R)
+    return [
+        replace(rollout, advantage=float(advantage)) for rollout, advantage in zip(rollouts, advantages_R, strict=True)
     ]
 
 

@@ -49,6 +49,13 @@ class BatchRow:
 
 
 @dataclass(frozen=True)
+class BatchAdvantage:
+    """The column of `batch.parquet` on which gdpo trains."""
+
+    advantage: Float
+
+
+@dataclass(frozen=True)
 class RlBatch:
     """The rollouts of an iteration: the values from which advantages are computed, and the
     sequences of each step.
@@ -219,6 +226,15 @@ def read_rl_batch(store: Store, data: ArtifactRef, num_steps: int, folder: Path)
         lengths_B=np.array([sequence.num_scored for sequence in sequences], dtype=np.int64),
         steps=[[sequences[row] for row in step] for step in rows_of_steps(group_index_B, empty_groups, num_steps)],
     )
+
+
+def read_advantages(store: Store, data: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:
+    """Reads the advantages that the stage filter gave to the rollouts, for the scored tokens of
+    each row. `folder`: see `map_records`.
+    """
+    stored = [row.advantage for row in map_records(store, data, "batch.parquet", BatchAdvantage, folder)]
+    places = zip(rollouts.rollout_B, rollouts.lengths_B, strict=True)
+    return [np.broadcast_to(np.float64(stored[rollout]), length) for rollout, length in places]
 
 
 def read_teacher(store: Store, ref: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.config.training import RlConfig
 from rlpipe.records.rollout import UNRECORDED
-from rlpipe.trainer.batches import Microbatch, RlBatch, read_rl_batch, read_teacher, read_teacher_top
+from rlpipe.trainer.batches import Microbatch, RlBatch, read_advantages, read_rl_batch, read_teacher, read_teacher_top
 from rlpipe.trainer.flops import TRAINED, mfu
 from rlpipe.trainer.gap import Gaps, of_whole_batch
 from rlpipe.trainer.jobs import JobResult, RlJob
@@ -114,7 +114,11 @@ def train_rl(ranks: Ranks, resident: Resident, reference: Reference | None, job:
         others = exchanged(resident, reference.adapter) if reference and reference.adapter else None
         batches[index] = with_frozen(batch, before, other, settings.temperature, others)
         ranks.report(progress := progress + ahead * len(batch.microbatches), total)
-    advantages_B, gaps = advantages(ranks, rollouts, list(batches.values()), settings), Gaps()
+    if settings.estimator == "gdpo":
+        advantages_B = ranks.in_turn(lambda folder: read_advantages(ranks.store, job.data, rollouts, folder))
+    else:
+        advantages_B = advantages(ranks, rollouts, list(batches.values()), settings)
+    gaps = Gaps()
     for index, batch in batches.items():
         place, trained = f"{job.data.folder} step {index}", settings.entropy_coef != 0
         how = StepSettings(

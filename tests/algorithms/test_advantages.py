@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rlpipe.algorithms.advantages import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
+    gdpo_advantages,
     group_advantages,
     rollout_means,
 )
@@ -155,3 +156,26 @@ def test_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(groups=groups_of, seed=seeds, weights=st.lists(st.floats(-2, 2, width=16), min_size=1, max_size=3))
+@settings(max_examples=60)
+def test_gdpo_equals_the_oracle_and_is_0_for_equal_parts(
+    groups: list[list[float]], seed: int, weights: list[float]
+) -> None:
+    rewards_B, group_index_B, _, random = batch(seed, groups)
+    parts_BK = np.round(random.normal(size=(len(rewards_B), len(weights))), 1)
+    parts_BK[:, 0] = rewards_B
+    found = gdpo_advantages(parts_BK, np.array(weights), group_index_B)
+    if np.ptp(np.array(oracle.gdpo(parts_BK.T.tolist(), weights, group_index_B.tolist()))) > 1e-6:
+        assert_close(found, oracle.gdpo(parts_BK.T.tolist(), weights, group_index_B.tolist()))
+    assert not gdpo_advantages(np.ones_like(parts_BK), np.array(weights), group_index_B).any()
+
+
+def test_gdpo_tells_rollouts_of_equal_sums_apart_and_does_not_ask_how_much_a_part_varies() -> None:
+    parts_BK = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    group_B, weights_K = np.array([0, 0, 0, 0, 1, 1]), np.array([2.0, 1.0])
+    found = gdpo_advantages(parts_BK, weights_K, group_B)
+    assert found[0] > found[1] and len({*found.round(6)}) == 6
+    wider = gdpo_advantages(parts_BK * [1.0, 1000.0], weights_K, group_B)
+    np.testing.assert_allclose(wider, found, rtol=1e-4)

@@ -26,7 +26,7 @@ def record_of(folder: Folder, run: str, stage: str) -> Manifest:
 
 
 def test_a_kill_asks_no_token_twice_and_another_coefficient_asks_nobody(folder: Folder) -> None:
-    # by the divergence over the teacher's top tokens; docs/distillation.md has a run by sampled ones
+    # by the divergence over the teacher's top tokens; the docs page has a run by sampled ones
     folder.complete("teacher", *MINI, "rl.num_iterations=1")
     where = ["--store", folder.store]
     code, output = folder.rlpipe(*forked("calm", *DISTILLED), *where)
