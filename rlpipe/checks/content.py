@@ -19,7 +19,7 @@ from rlpipe.checks.plan_cost import Lengths, disk_lines, time_lines
 from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.passing import passing_reward, why_none_passes
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import RUN, PipelineConfig
 from rlpipe.config.sections import DataConfig
 from rlpipe.config.training import Role
 from rlpipe.data.read_sets import ReadSets
@@ -35,7 +35,7 @@ from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_comple
 from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
 from rlpipe.stages.base import check_frozen, new_config, tokenizer_folder
-from rlpipe.stages.model_source import RUN, place_of_model, source_of
+from rlpipe.stages.model_source import place_of_model, source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
 from rlpipe.store.opening import open_existing

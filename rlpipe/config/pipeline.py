@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.affects import Added, T
+from rlpipe.config.extras import SOURCES
 from rlpipe.config.faults import STOP, rule_for_all
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
@@ -25,6 +26,7 @@ from rlpipe.config.secrecy import refuse_secrets
 from rlpipe.config.sections import CheckpointConfig, DataConfig, EvaluationConfig
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
 
+RUN = "run:"  # begins the name of what another run of the store made
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not set it
 STORED = "stored"  # the pydantic context for configs from a store
@@ -140,8 +142,15 @@ class PipelineConfig(BaseModel, **STRICT):
         return any(data.on_too_long == "drop" for data in self.sets(use))
 
     def sets(self, use: str) -> list[DataConfig]:
-        """The data sets of one use, in the order of the config."""
-        return [data for data in self.data if data.use == use]
+        """The data sets of one use, in the order of the config. For sft the source `run:NAME` is
+        the function that gives the rollouts of that run.
+        """
+        chosen = [data for data in self.data if data.use == use]
+        return [self._of_run(data) if use == "sft" and data.source.startswith(RUN) else data for data in chosen]
+
+    def _of_run(self, data: DataConfig) -> DataConfig:
+        args = {"store": self.store, **data.args, "run": data.source.removeprefix(RUN)}
+        return data.model_copy(update={"source": SOURCES[RUN], "args": args})
 
 
 def marks(kind: type[T]) -> Iterator[tuple[str, str, T]]:

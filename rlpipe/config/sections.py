@@ -22,7 +22,7 @@ class DataConfig(BaseModel, **STRICT):
     source: str = Field(
         description=(
             "reasoning_gym:NAME, datasets:PATH, package.module:function that gives rows, or a .jsonl or .parquet file"
-            " or a folder of such, also on s3://"
+            " or a folder of such, also on s3://; for sft also run:NAME, stored rollouts (docs/distillation.md)"
         ),
         min_length=1,
     )

@@ -19,7 +19,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.data.encoding import Encoder, Span, any_of
 from rlpipe.data.template import ChatTemplate
 from rlpipe.data.token_bytes import TokenBytes
-from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts
+from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts, vocabulary_sha256
 from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages, Tool
@@ -73,6 +73,11 @@ class ChatTokenizer:
         )
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         assert max(self.eos_token_id, self.pad_token_id) < self.vocab_size
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """The digest of its vocabulary, with which `SampledTokens` are compared."""
+        return vocabulary_sha256(self._tokenizer)
 
     @cached_property
     def stop_token_ids(self) -> list[int]:

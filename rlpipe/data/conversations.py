@@ -11,20 +11,32 @@ import numpy as np
 
 from rlpipe.base.errors import UserError
 from rlpipe.data.chat import ChatTokenizer
-from rlpipe.records.prompt import Messages, Prompt, Talk, Tool
+from rlpipe.records.prompt import Messages, Prompt, SampledTokens, Talk, Tool
 from rlpipe.records.rollout import Conversation
 
 logger = logging.getLogger(__name__)
 
 
 def encode_talk(tokenizer: ChatTokenizer, talk: Talk) -> tuple[list[int], list[int]]:
-    """Tokens and mask of a conversation, by `encode_conversation`. UserError naming its row."""
+    """Tokens and mask of a conversation, by `encode_conversation`, or as they were sampled.
+    UserError naming its row.
+    """
+    if talk.sampled is not None:
+        return _as_sampled(tokenizer, talk.where, talk.sampled)
     try:
         tokenizer = tokenizer.with_tools(talk.tools) if talk.tools else tokenizer
         tokenizer.check_calls(talk.messages)
         return tokenizer.encode_conversation(talk.messages)
     except UserError as error:
         raise UserError(f"{talk.where}: {error}") from error
+
+
+def _as_sampled(tokenizer: ChatTokenizer, where: str, sampled: SampledTokens) -> tuple[list[int], list[int]]:
+    if sampled.vocabulary != tokenizer.vocabulary:
+        raise UserError(f"{where}: it was sampled with another vocabulary than this model's; use rollouts of its own")
+    if not all(0 <= token < tokenizer.vocab_size for token in sampled.tokens):
+        raise UserError(f"{where}: a token of 'sampled' is not one of the {tokenizer.vocab_size} of the vocabulary")
+    return sampled.tokens, sampled.loss_mask
 
 
 def encode_asked(tokenizer: ChatTokenizer, prompt_id: str, messages: Messages, tools: list[Tool] | None) -> list[int]:

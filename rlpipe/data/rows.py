@@ -84,7 +84,7 @@ def read_rows(data: DataConfig, seed: int) -> list[Row]:
         raise UserError(
             f"data.{data.name}.source={data.source!r}: no such kind of source; use reasoning_gym:NAME, datasets:PATH,"
             " package.module:function, or a file that ends in .jsonl or .parquet or a folder of such, here or as"
-            " s3://bucket/path"
+            " s3://bucket/path; of use sft also run:NAME"
         )
     columns = _text_columns(data)
     first_rows = [_checked(row, columns, data.answer_field) for row in itertools.islice(rows, data.rows_max or None)]

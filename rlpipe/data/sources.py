@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from rlpipe.base.errors import UserError
 from rlpipe.base.seeds import data_seed, fraction
 from rlpipe.base.values import plain_json
@@ -19,7 +21,7 @@ from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
 from rlpipe.data.rows import GENERATOR, Row, read_rows
 from rlpipe.records.messages import content_text, read_message, read_tools, without_nulls
-from rlpipe.records.prompt import Message, Messages, Prompt, Talk, Tool, is_text
+from rlpipe.records.prompt import Message, Messages, Prompt, SampledTokens, Talk, Tool, is_text
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry", Prompt, Talk)
@@ -87,10 +89,25 @@ def load_conversations(data: DataConfig, seed: int) -> list[Talk]:
     """Loads the SFT conversations of one set that are in its part, in the source's order.
 
     A row has `messages`; or a prompt and `completion`; or a prompt and an answer, which
-    `completion_template` turns into the completion; and optionally `tools`. UserError naming the
-    config field, or the file and row, at fault.
+    `completion_template` turns into the completion; and optionally `tools`; with `sampled`, the
+    fields of SampledTokens, its tokens are these. UserError naming the config field, or the file
+    and row, at fault.
     """
-    return _of_part(data, [Talk(row.where, _conversation(data, row), _tools(row)) for row in read_rows(data, seed)])
+    rows = read_rows(data, seed)
+    return _of_part(data, [Talk(row.where, _conversation(data, row), _tools(row), _sampled(row)) for row in rows])
+
+
+def _sampled(row: Row) -> SampledTokens | None:
+    value = row.values.get("sampled")
+    if value is None:
+        return None
+    try:
+        sampled = TypeAdapter(SampledTokens).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{row.where}: 'sampled' must have tokens, loss_mask and vocabulary: {error}") from error
+    if len(sampled.tokens) != len(sampled.loss_mask) or not {*sampled.loss_mask} <= {0, 1}:
+        raise UserError(f"{row.where}: 'sampled' needs a loss_mask of 0 and 1 for each of its tokens")
+    return sampled
 
 
 def split_point(messages: Messages, salt: str = "") -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from rlpipe.base.errors import UserError
+from rlpipe.base.hashing import sha256_of
 from rlpipe.base.values import JsonDict
 from rlpipe.data.template_text import one_of_several
 
@@ -26,6 +27,11 @@ BESIDE = (CONFIG, NAMED, ADDED)  # files that may add tokens to tokenizer.json
 LISTS = ("extra_special_tokens", "additional_special_tokens")
 # must exist as tokens: a misspelt one would be a new token that no model knows
 ENDS = ("eos_token", "pad_token")
+
+
+def vocabulary_sha256(tokenizer: Tokenizer) -> str:
+    """The digest of which token has which number."""
+    return sha256_of(sorted(tokenizer.get_vocab(with_added_tokens=True).items()))
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, JsonDict]:

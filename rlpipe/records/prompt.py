@@ -84,8 +84,19 @@ class Prompt:
         return {"prompt_id": self.prompt_id, "messages": messages, "answer": self.answer, "metadata": self.metadata}
 
 
+class SampledTokens(NamedTuple):
+    """The tokens of a conversation as an engine sampled them, the mask of those to train, and the
+    digest of the vocabulary that they are numbers in (`vocabulary_sha256`).
+    """
+
+    tokens: list[int]
+    loss_mask: list[int]
+    vocabulary: str
+
+
 class Talk(NamedTuple):
-    """A conversation of SFT, with its place and the assistant's tools.
+    """A conversation of SFT, with its place and the assistant's tools. `sampled`: its tokens, where
+    they are not to be made of the messages.
 
     Example: Talk("sums.jsonl:3", [{"role": "user", "content": "2+2?"}, {"role": "assistant",
     "content": "4"}], []).
@@ -94,10 +105,12 @@ class Talk(NamedTuple):
     where: str
     messages: Messages
     tools: list[Tool]
+    sampled: SampledTokens | None = None
 
     def as_json(self) -> Any:
-        """The value to hash: the messages, with the tools if there are any."""
-        return {"messages": self.messages, "tools": self.tools} if self.tools else self.messages
+        """The value to hash: the messages, with the tools or the tokens if there are any."""
+        beside = {name: value for name, value in (("tools", self.tools), ("sampled", self.sampled)) if value}
+        return {"messages": self.messages, **beside} if beside else self.messages
 
 
 def is_message(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import RUN, PipelineConfig
 from rlpipe.config.training import Role
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -28,7 +28,6 @@ from rlpipe.models.folder import weight_files
 from rlpipe.records.messages import content_text
 from rlpipe.stages.model_source import (
     MODEL_FILES,
-    RUN,
     forget_copies,
     model_files,
     newest_policy,

@@ -17,7 +17,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict, expanded, size_text
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import RUN, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.links import check_links
 from rlpipe.data.template_text import write_template
@@ -41,7 +41,6 @@ NEEDED = ("config.json", "tokenizer.json")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_COPIES = ["*/*", "consolidated*"]  # of the same weights, for other programs
 HUB_TIMEOUT_S = 10.0
-RUN = "run:"  # begins the name of a model that is the policy of a run
 FIELD = "model.path"
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.config.pipeline import RUN
 from rlpipe.config.settings import artifact_settings
 from rlpipe.data.cursor import CursorPosition
 from rlpipe.data.sources import PromptSets
@@ -36,7 +37,6 @@ from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs,
 from rlpipe.stored.redo import stored_rounds
 
 log = logging.getLogger(__name__)
-RUN = "run:"
 PROMPTS_KEY = "prompts/round-0"  # all rounds of the source are imported as one
 IMPORTED = "rollouts/round-0/shard-000"  # the last that an iteration needs of its source
 CHUNK_GROUPS = 256  # groups a file of the imported artifact

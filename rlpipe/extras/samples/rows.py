@@ -1,7 +1,7 @@
 """Stored rollouts of a run as rows for SFT: rejection sampling, expert iteration.
 
-source = "rlpipe.extras.samples.rows:chosen"
-args = { run = "a", best = 1, reward_min = 1.0 }
+source = "run:a"
+args = { best = 1, reward_min = 1.0 }
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from rlpipe.base.errors import UserError
-from rlpipe.records.prompt import Prompt
+from rlpipe.data.tokenizer_files import vocabulary_sha256
+from rlpipe.records.prompt import Prompt, SampledTokens
 from rlpipe.records.rollout import SCORES, Rollout
 from rlpipe.store.artifacts import read_records
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import open_existing
+from rlpipe.store.policy_files import stored_policy
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 
@@ -26,7 +30,8 @@ def chosen(
     *, run: str, store: str = "./rlpipe-store", best: int = UNLIMITED, reward_min: float | None = None,
     first: int = 0, last: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Conversations made of a run's rollouts of one turn: the prompt's messages and the completion.
+    """Conversations made of a run's rollouts: the prompt's messages and the completion. Those of
+    several turns, of an environment or an agent, also have their tokens and masks as sampled.
 
     Of each prompt the `best` ones by reward (of equals the earlier; 0: all), each text once, with a
     reward of at least `reward_min`, sampled in the iterations from `first` to `last`. Without
@@ -34,8 +39,7 @@ def chosen(
     were left out and why; UserError when none is left.
     """
     source = open_existing(open_store(store), run)
-    if source.config.rl.agent or source.config.rl.environment:
-        raise UserError(f"run={run!r}: it has rollouts of several turns ({source.config.rl.world}); use one without")
+    vocabulary = _vocabulary(source) if source.config.rl.agent or source.config.rl.environment else ""
     by_prompt: dict[str, list[Rollout]] = defaultdict(list)
     prompts, left_out = dict[str, Prompt](), Counter[str]()
     for iteration in _iterations(source, first, last):
@@ -49,13 +53,29 @@ def chosen(
         ranked = sorted(rollouts, key=lambda rollout: -(rollout.reward or 0.0))  # equal ones in the order of sampling
         kept = ranked[: best or None]
         left_out["not_best"] += len(ranked) - len(kept)
-        messages = [{"role": message["role"], "content": message["content"]} for message in prompts[prompt_id].messages]
-        rows += [{"messages": [*messages, {"role": "assistant", "content": one.completion}]} for one in kept]
+        rows += [_row(prompts[prompt_id], rollout, vocabulary) for rollout in kept]
     counts = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()) if count) or "none"
     print(f"run {run}: {len(rows)} rollouts of {len(by_prompt)} prompts are rows; left out: {counts}", flush=True)
     if not rows:
         raise UserError(f"run={run!r}: none of its rollouts is left ({counts}); lower reward_min, or name other ones")
     return rows
+
+
+def _row(prompt: Prompt, rollout: Rollout, vocabulary: str) -> dict[str, Any]:
+    """The messages; with a vocabulary also the tokens as sampled."""
+    messages = [{"role": message["role"], "content": message.get("content", "")} for message in prompt.messages]
+    row: dict[str, Any] = {"messages": [*messages, {"role": "assistant", "content": rollout.completion}]}
+    if vocabulary:
+        asked = rollout.prompt_tokens.tolist()
+        tokens, loss_mask = asked + rollout.completion_tokens.tolist(), [0] * len(asked) + rollout.loss_mask.tolist()
+        row["sampled"] = SampledTokens(tokens, loss_mask, vocabulary)._asdict()
+    return row
+
+
+def _vocabulary(run: Run) -> str:
+    tokenizer, _ = run.committed("base", 0, "tokenizer")
+    document = stored_policy(run.store, tokenizer).read("tokenizer.json")
+    return vocabulary_sha256(Tokenizer.from_str(document.decode()))
 
 
 def _iterations(run: Run, first: int, last: int | None) -> range:

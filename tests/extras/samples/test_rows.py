@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -9,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlpipe.base.errors import UserError
+from rlpipe.config.pipeline import stored_tree
+from rlpipe.config.sections import DataConfig
 from rlpipe.config.source import read_config
+from rlpipe.data.conversations import encode_talk
 from rlpipe.data.sources import load_conversations
 from rlpipe.extras.samples.rows import chosen
 from rlpipe.store.opening import create_or_continue
 from rlpipe.store.run import Run
+from tests.agent_world import tokenizer_in
+from tests.extras.queries.test_queries import commit_files
 from tests.paths import PRESETS
 from tests.why_world import REWARDS, around, store
 
@@ -88,11 +94,54 @@ def test_what_cannot_be_taken_is_said(arguments: dict[str, object], message: str
 def test_a_config_names_them_as_a_data_set(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sets = [
-        "data.short_words.source=rlpipe.extras.samples.rows:chosen", "data.short_words.completion_template=",
-        f'data.short_words.args={{run = "a", store = "{run.store.url}", best = 1}}', "data.short_words.part=all",
+        "data.short_words.source=run:a", "data.short_words.completion_template=", f"store={run.store.url}",
+        "data.short_words.args={best = 1}", "data.short_words.part=all",
     ]  # fmt: skip
-    data = read_config("tiny", sets, PRESETS).sets("sft")[0]
-    talks = load_conversations(data, 0)
+    config = read_config("tiny", sets, PRESETS)
+    assert stored_tree(config)["data"][0]["source"] == "run:a", "as it was written, wherever the store is"
+    talks = load_conversations(config.sets("sft")[0], 0)
     assert [[*talk.messages] for talk in talks] == [
         row["messages"] for row in chosen(run="a", store=run.store.url, best=1)
     ]
+
+
+def test_rollouts_of_several_turns_are_rows_with_their_tokens_and_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where, world = f"store=file://{tmp_path}/store", "rl.environment=rlpipe.extras.environments.calculator:Calculator"
+    made = create_or_continue(read_config("tiny", ["run=a", where, "rl.num_iterations=1", REWARDS, world], PRESETS))
+    stored = around(made, 5, None, count=1, size=GROUPS, at=0)
+    store(stored)
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    document = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    commit_files(made, ("base", 0, "tokenizer"), {"tokenizer.json": document})
+    data = read_config("tiny", ["data.short_words.source=run:a", "data.short_words.part=all", where], PRESETS)
+    talks = load_conversations(data.sets("sft")[0], 0)
+    rollouts = {one.completion: one for group in stored.groups for one in group.rollouts}
+    for talk in talks:
+        rollout = rollouts[talk.messages[-1]["content"]]
+        assert talk.sampled is not None
+        asked = len(rollout.prompt_tokens)
+        assert talk.sampled.tokens == [*rollout.prompt_tokens, *rollout.completion_tokens]
+        assert talk.sampled.loss_mask == [0] * asked + [*rollout.loss_mask]
+        fits = talk._replace(sampled=talk.sampled._replace(tokens=[token % 100 for token in talk.sampled.tokens]))
+        assert encode_talk(tokenizer, fits) == (fits.sampled.tokens, talk.sampled.loss_mask)  # pyright: ignore
+        with pytest.raises(UserError, match="a token of 'sampled' is not one of"):
+            encode_talk(tokenizer, talk)
+        with pytest.raises(UserError, match="sampled with another vocabulary"):
+            encode_talk(tokenizer, talk._replace(sampled=talk.sampled._replace(vocabulary="0" * 64)))
+    assert talks[0].as_json() != talks[0]._replace(sampled=None).as_json(), "the digest of the set knows the tokens"
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [[1, 2], {"tokens": [1]}, {"tokens": [1], "loss_mask": [1, 0], "vocabulary": "a"},
+     {"tokens": [1], "loss_mask": [2], "vocabulary": "a"}, {"tokens": ["1"], "loss_mask": [1], "vocabulary": "a"}],
+)  # fmt: skip
+def test_sampled_tokens_that_cannot_be_are_refused(sampled: object, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "sampled": sampled}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = DataConfig(name="x", use="sft", source=f"{tmp_path}/rows.jsonl")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: 'sampled' (must have|needs)"):
+        load_conversations(data, 0)
