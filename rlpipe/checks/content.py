@@ -108,7 +108,9 @@ class Content:
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
             return f"{role}: {name}, not tried"
         label = name
-        if run is not None or not name.startswith(RUN):
+        if role == "teacher" and not config.rl.holds_teacher:
+            label = f"{name}, on {config.rl.teacher_engine}"
+        elif run is not None or not name.startswith(RUN):
             folder = source_of(config, field, name).folder
             label = _tried_line(folder, self._tried(field, folder, sized=False))
         with tempfile.TemporaryDirectory() as scratch:

@@ -43,7 +43,7 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     trainer, dtype = config.trainer, config.model.dtype
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
     reference = ", and of the reference," if config.rl.kl != "none" else ""
-    reference += ", and of the teacher," if config.rl.teacher else ""
+    reference += ", and of the teacher," if config.rl.holds_teacher else ""
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     slices = f" of rows that {trainer.context_ranks} ranks split" if trainer.context_ranks > 1 else ""
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
@@ -120,7 +120,7 @@ def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, in
     # reference and teacher are frozen, and of about the policy's size; with an adapter the
     # reference is the policy itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
-    others = sizes.parameters * (reference + bool(config.rl.teacher))
+    others = sizes.parameters * (reference + config.rl.holds_teacher)
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
     total = (frozen + others) * width + trained * SHARDED_BYTES
     sharded = total * share_of_rank(config) - host_bytes(config, sizes)

@@ -55,6 +55,7 @@ PLAYERS = {
 }
 # modules that were in the core, by the names that configs of runs have for them
 MOVED = {"rlpipe.environments.calculator": f"{ROOM}.environments.calculator"}
+TEACHER = Extra(f"{ROOM}.teacher_engine.asking:ask")  # for rl.teacher_engine
 # by how the name of a data set's source begins, the function that gives its rows
 SOURCES = {"run:": f"{ROOM}.samples.rows:chosen"}
 REWARDS = {"code": Extra(f"{ROOM}.code_sandbox.code:CODE")}

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from rlpipe.base.values import powers_of_two
 from rlpipe.config.colocation import broken_colocation
+from rlpipe.config.extras import ENGINES
 from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import LOCAL_THREADS, EnginesConfig, broken_environment
 from rlpipe.config.overlap import broken_overlap
@@ -295,9 +296,11 @@ def _of_teacher(config: Sections) -> Iterator[str]:
     if not rl.teacher:
         if rl.teacher_coef != default:
             yield f"{rl.teacher_coef=}: there is no teacher to weigh; set rl.teacher, or remove rl.teacher_coef"
-        if rl.teacher_top_k:
-            yield f"{rl.teacher_top_k=}: there is no teacher to ask; set rl.teacher, or remove rl.teacher_top_k"
+        for name in ("teacher_top_k", "teacher_engine"):
+            if value := getattr(rl, name):
+                yield f"rl.{name}={value!r}: there is no teacher to ask; set rl.teacher, or remove rl.{name}"
         return
+    yield from _of_teacher_engine(rl)
     if rl.teacher_top_k and config.trainer.context_ranks > 1:
         yield (
             f"{rl.teacher_top_k=}: a rank of a context-parallel group has the logits of its own slices only; use"
@@ -313,6 +316,21 @@ def _of_teacher(config: Sections) -> Iterator[str]:
             "evaluation.rewards is empty: evaluations score completions, and no reward in rl.rewards has a weight;"
             " name at least one, for example evaluation.rewards = {math = 1.0}, or remove the evaluation data sets"
         )
+
+
+def _of_teacher_engine(rl: RlConfig) -> Iterator[str]:
+    kind, _, url = rl.teacher_engine.partition(":")
+    if not rl.teacher_engine:
+        return
+    if kind not in ENGINES or not url.startswith(("http://", "https://")):
+        yield (
+            f"{rl.teacher_engine=}: write it as KIND:URL, for example sglang:http://10.0.0.5:30000; kinds are"
+            f" {', '.join(ENGINES)}"
+        )
+    if rl.temperature != 1:
+        yield f"{rl.teacher_engine=}: engines score at temperature 1, and {rl.temperature=}; use 1, or leave it out"
+    if rl.teacher_top_k:
+        yield f"{rl.teacher_engine=}: only the trainer asks for top tokens; use teacher_top_k = 0, or leave it out"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:

@@ -281,6 +281,13 @@ class RlConfig(OptimizerConfig):
             " when this run begins); empty: none"
         ),
     )
+    teacher_engine: Annotated[str, "operational", Added("")] = Field(
+        default="",
+        description=(
+            "Where an engine serves the teacher, for example sglang:http://10.0.0.5:30000 (or vllm:, local:); empty:"
+            " the trainer holds it. Its key: RLPIPE_TEACHER_KEY"
+        ),
+    )
     teacher_coef: Annotated[float, "policy", Added(1.0)] = Field(
         default=1.0,
         ge=0,
@@ -344,6 +351,11 @@ class RlConfig(OptimizerConfig):
     @classmethod
     def _are_rules(cls, value: Any) -> dict[str, Rule]:
         return checked_faults(value)
+
+    @property
+    def holds_teacher(self) -> bool:
+        """True when the trainer holds a teacher beside the policy."""
+        return bool(self.teacher) and not self.teacher_engine
 
     @property
     def is_weighed(self) -> bool:

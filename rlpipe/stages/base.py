@@ -35,7 +35,7 @@ from rlpipe.stages.model_source import (
     write_trained_template,
 )
 from rlpipe.stages.training import new_adapter, save_loaded
-from rlpipe.store.artifacts import write_file
+from rlpipe.store.artifacts import write_bytes, write_file
 from rlpipe.store.backend import Store
 from rlpipe.store.local_copy import materialise
 from rlpipe.store.policy_files import stored_policy
@@ -121,12 +121,27 @@ def _frozen(session: Session, attempt: Attempt, role: Role, tokenizer: ArtifactR
     has changed.
     """
     name, field = getattr(session.config.rl, role), f"rl.{role}"
+    if role == "teacher" and not session.config.rl.holds_teacher:
+        other = _teacher_tokenizer(session.config)
+        check_vocabulary(f"{field}={name!r}", _committed_tokenizer(session.run.store, tokenizer), other)
+        return Produced(
+            [write_bytes(attempt.store, attempt.folder, attempt.name, "tokenizer.json", other)],
+            {"source": session.config.rl.teacher_engine},
+        )
     source = source_of(session.config, field, name)
     other = (source.folder / "tokenizer.json").read_bytes()
     check_vocabulary(f"{field}={name!r}", _committed_tokenizer(session.run.store, tokenizer), other)
     files = _copied(attempt, model_files(source.folder))
     forget_copies(session.config)
     return Produced(files, {"source": source.policy or source.place})
+
+
+def _teacher_tokenizer(config: PipelineConfig) -> bytes:
+    """The tokenizer.json of a teacher on an engine, of whose folder nothing else is needed."""
+    path = Path(config.rl.teacher).expanduser() / "tokenizer.json"
+    if not path.is_file():
+        path = source_of(config, "rl.teacher", config.rl.teacher).folder / "tokenizer.json"
+    return path.read_bytes()
 
 
 def check_frozen(config: PipelineConfig, role: Role, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
@@ -137,6 +152,8 @@ def check_frozen(config: PipelineConfig, role: Role, run: Run | None, prompts: P
     if run is not None and name.startswith(RUN):
         policy = newest_policy(run.store, field, name)[0]
         other = _committed_tokenizer(run.store, policy)
+    elif role == "teacher" and not config.rl.holds_teacher:
+        other = _teacher_tokenizer(config)
     else:
         other = (source_of(config, field, name).folder / "tokenizer.json").read_bytes()
     committed = run.artifact("base", 0, "tokenizer") if run is not None else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.config.extras import TEACHER, opened
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.loop.trainer_requests import do_job
+from rlpipe.records.rollout import TEACHER_FILE, TeacherLogprobs
 from rlpipe.trainer.client import TrainerClient
 from rlpipe.trainer.jobs import TeacherJob
 
@@ -20,6 +23,14 @@ async def ask_teacher(
     """
     assert attempt.folder == session.run.folder("rl", iteration, "teacher_logprobs"), attempt.folder
     rl = session.config.rl
+    if rl.teacher_engine:
+        rows = await opened(TEACHER, "rl.teacher_engine")(session.run.store, rl.teacher_engine, batch)
+        counts = {"num_tokens": sum(len(row.logprobs) for row in rows), "engine": rl.teacher_engine}
+        return Produced([attempt.write(TEACHER_FILE, rows, TeacherLogprobs)], counts)
+    if not any(file.name.endswith(".safetensors") for file in session.run.committed("base", 0, "teacher")[1].files):
+        raise UserError(
+            "rl.teacher_engine is empty: this run began with a teacher on an engine, and has no weights of it; name one"
+        )
     job = TeacherJob(batch, teacher, rl.temperature, attempt.folder, attempt.name, rl.teacher_top_k)
     answer = await do_job(session, job, _nothing_to_rebuild)
     files = [FileRecord(**record) for record in answer["teacher"]]

@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 
+from rlpipe.base.errors import EngineError
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import (
@@ -41,8 +42,11 @@ from rlpipe.engines.client import (
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.kind import kind_of
 from rlpipe.engines.weights import Probe, Weights, untied
+from rlpipe.extras.teacher_engine import asking
+from rlpipe.extras.teacher_engine.asking import KEY_VARIABLE, ask
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.calls import new_session
+from rlpipe.store.backend import open_store
 from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_fixtures import (
     ADMIN_KEY,
@@ -58,6 +62,7 @@ from tests.engine_fixtures import (
 )
 from tests.living import signal_all, words_of
 from tests.paths import PRESETS
+from tests.trainer_world import batch, rollout_rows
 
 pytestmark = pytest.mark.contract
 PROMPT = [5, 17, 200, 3, 44]
@@ -237,6 +242,27 @@ async def test_scores_equal_transformers(client: EngineClient, num_scored: int) 
     expected = reference_logprobs(tiny_model(0), tokens[:-num_scored], tokens[-num_scored:])
     for _ in range(2):  # the second time there may be a prefix cache
         assert_logprobs(await client.score(tokens, num_scored), expected)
+
+
+async def test_a_teacher_on_an_engine_scores_the_tokens_that_are_trained(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, API_KEY)
+    store, rows = open_store(f"file://{tmp_path}"), rollout_rows(3, 4, seed=1)
+    rows[2] |= {"loss_mask": [0] * len(rows[2]["loss_mask"])}
+    taught = await ask(store, f"{ENGINE_KIND}:{client.url}", batch(store, "batch", rows))
+    assert [(one.group_index, one.rollout_index) for one in taught] == [(at // 4, at % 4) for at in range(12)]
+    for row, one in zip(rows, taught, strict=True):
+        marks = torch.tensor(row["loss_mask"], dtype=torch.bool)
+        expected = reference_logprobs(tiny_model(0), row["prompt_tokens"], row["completion_tokens"])[marks]
+        assert_logprobs(one.logprobs.tolist(), expected)
+
+
+async def test_a_teacher_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "WAIT_S", 0.0)
+    store, url = open_store(f"file://{tmp_path}"), f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match=f"rl.teacher_engine: {url}, in 6 tries"):
+        await ask(store, f"{ENGINE_KIND}:{url}", batch(store, "batch", rollout_rows(1, 2)))
 
 
 async def test_a_load_changes_the_version_and_the_model(client: EngineClient) -> None:

@@ -3,6 +3,7 @@ fork has."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 from rlpipe.stored.redo import check_redo
 from tests.deadlines import DEADLINE_S
-from tests.stages.test_reference import committed, config, folder_of, made
+from tests.stages.test_reference import VOCABULARY, committed, config, folder_of, made, tokenizer
 from tests.store.test_run import commit_iterations
 
 ALONE = ["rl.rewards={}", "rl.filters={}", 'evaluation.rewards={"exact"=1.0}']
@@ -42,6 +43,10 @@ def taught(tmp_path: Path, teacher: str | Path, *sets: str) -> PipelineConfig:
         (["rl.teacher=run:a"], r"rl\.teacher='run:a': name another run"),
         (["rl.teacher_coef=0.5"], r"rl\.teacher_coef=0\.5: there is no teacher to weigh"),
         (["rl.teacher_top_k=8"], r"rl\.teacher_top_k=8: there is no teacher to ask"),
+        (["rl.teacher_engine=local:http://a"], r"rl\.teacher_engine='local:http://a': there is no teacher to ask"),
+        (["rl.teacher=x", "rl.teacher_engine=http://a"], r"rl\.teacher_engine='http://a': write it as KIND:URL"),
+        (["rl.teacher=x", "rl.teacher_engine=vllm:http://a", "rl.temperature=0.5"], "engines score at temperature 1"),
+        (["rl.teacher=x", "rl.teacher_engine=vllm:http://a", "rl.teacher_top_k=8"], "only the trainer asks for top"),
         (
             ["rl.teacher=run:b", *ALONE, "rl.teacher_top_k=8", "trainer.num_ranks=2", "trainer.context_ranks=2"],
             r"rl\.teacher_top_k=8: a rank of a context-parallel group",
@@ -143,3 +148,23 @@ def test_a_plan_counts_the_memory_of_the_teacher(tmp_path: Path) -> None:
     sizes = ModelSizes(parameters=1000, layer=10, rest=10, kv_token=1, microbatch=None)
     plain, with_one = (training_bytes(one, sizes)[0] for one in (config(tmp_path), taught(tmp_path, "run:b")))
     assert with_one - plain == 4 * 1000
+
+
+async def test_of_a_teacher_on_an_engine_the_tokenizer_alone_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tokenizer.json").write_bytes(tokenizer(VOCABULARY))
+    run = made(taught(tmp_path, tmp_path / "elsewhere", "rl.teacher_engine=local:http://127.0.0.1:1"))
+    await with_teacher(run, tmp_path)
+    held = run.committed("base", 0, "teacher")[1]
+    assert [file.name.rpartition("/")[2] for file in held.files] == ["tokenizer.json"]
+    without = Session(replace(run, config=taught(tmp_path, tmp_path / "elsewhere")), tmp_path / "work")
+    batch = committed(run, "rl", "batch", {"x": b""})
+    with pytest.raises(UserError, match=r"rl\.teacher_engine is empty: this run began with a teacher on an engine"):
+        await ask_teacher(without, iteration=0, batch=batch, teacher=run.committed("base", 0, "teacher")[0])
+
+
+async def test_a_teacher_on_an_engine_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer({**VOCABULARY, "c": 2}))
+    run = made(taught(tmp_path, tmp_path, "rl.teacher_engine=local:http://127.0.0.1:1"))
+    with pytest.raises(UserError, match=r"rl\.teacher=.*its vocabulary differs in 1 tokens"):
+        await with_teacher(run, tmp_path)
