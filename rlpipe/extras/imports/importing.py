@@ -21,10 +21,12 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.config.settings import artifact_settings
 from rlpipe.data.cursor import CursorPosition
 from rlpipe.data.sources import PromptSets
+from rlpipe.extras.imports.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
+from rlpipe.stages.model_source import RUN
 from rlpipe.stages.sampling import carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
@@ -32,11 +34,9 @@ from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.opening import open_existing
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
-from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.stored.redo import stored_rounds
 
 log = logging.getLogger(__name__)
-RUN = "run:"
 PROMPTS_KEY = "prompts/round-0"  # all rounds of the source are imported as one
 IMPORTED = "rollouts/round-0/shard-000"  # the last that an iteration needs of its source
 CHUNK_GROUPS = 256  # groups a file of the imported artifact
