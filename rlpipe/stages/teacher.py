@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.references import ArtifactRef
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.loop.trainer_requests import do_job
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.jobs import TeacherJob
+from rlpipe.trainer.jobs import RESULT, TeacherJob
 
 
 @stage("rl", "teacher_logprobs")
@@ -19,9 +19,8 @@ async def ask_teacher(
     """
     assert attempt.folder == session.run.folder("rl", iteration, "teacher_logprobs"), attempt.folder
     job = TeacherJob(batch, teacher, session.config.rl.temperature, attempt.folder, attempt.name)
-    answer = await do_job(session, job, _nothing_to_rebuild)
-    files = [FileRecord(**record) for record in answer["teacher"]]
-    return Produced(files, answer["metrics"])
+    answer = RESULT.validate_python(await do_job(session, job, _nothing_to_rebuild))
+    return Produced(answer.teacher, answer.metrics)
 
 
 async def _nothing_to_rebuild(_: TrainerClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -246,42 +246,7 @@ def check_place(job: AnyJob, run: str) -> None:
         raise UserError(f"{verb}: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
 
 
-class FileFields(TypedDict):
-    """The fields of a FileRecord."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class PlaceFields(TypedDict):
-    """The fields of a NodeDisk."""
-
-    disk: str
-    url: str
-
-
-class PartFields(TypedDict):
-    """The fields of Blocks."""
-
-    size: int
-    sha256s: list[str]
-
-
-class JobAnswer(TypedDict):
-    """A JobResult as JSON, without the fields of sending to engines."""
-
-    metrics: dict[str, Any]
-    differs: str
-    policy: list[FileFields]
-    state: list[FileFields]
-    gap: list[FileFields]
-    teacher: list[FileFields]
-    probe: dict[str, Sequence[float]]
-    warnings: list[str]
-    places: list[PlaceFields]
-    made_on: dict[str, int]
-    parts: NotRequired[dict[str, PartFields]]  # a trainer of older code has none
+SAVED = ("policy", "state", "gap")  # what a save may publish, as JobResult names it
 
 
 @dataclass(frozen=True)
@@ -302,7 +267,7 @@ class JobResult:
     gap: list[FileRecord] = field(default_factory=list)
     teacher: list[FileRecord] = field(default_factory=list)
     # the tokens, and the logprobs of the last ones
-    probe: dict[str, Sequence[float]] = field(default_factory=dict)
+    probe: dict[str, Sequence[int | float]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     offer: Offer | None = None
     # the files of weights that the sent policy would be saved in, by their plain names
@@ -313,3 +278,6 @@ class JobResult:
     made_on: dict[str, int] = field(default_factory=dict)
     # the sha256 of each part of the policy's large files, by file name
     parts: dict[str, Blocks] = field(default_factory=dict)
+
+
+RESULT: TypeAdapter[JobResult] = TypeAdapter(JobResult)
