@@ -7,23 +7,27 @@ machine's role.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
+from botocore.exceptions import BotoCoreError
 from botocore.session import Session
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from rlpipe.store.patience import Answer, Passing, persistently
-from rlpipe.store.remote import RemoteObjects, check_process
+from rlpipe.store.remote import as_oserror, check_process
 from rlpipe.store.s3_address import check_address, check_key
-from rlpipe.store.transfer import PART_BYTES, PARTS
+from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -64,12 +68,14 @@ class Entry(NamedTuple):
     tag: str
 
 
-class Bucket(RemoteObjects):
+class Bucket:
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
     Every error is an OSError, raised as late as rlpipe/store/patience.py says; FileNotFoundError
     for an object that does not exist.
     """
+
+    parts_at_once = PARTS
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -84,7 +90,7 @@ class Bucket(RemoteObjects):
         return True
 
     def size(self, key: str) -> int:
-        return self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))["size"])
+        return self.entry(key).bytes
 
     def entry(self, key: str) -> Entry:
         return self._entry(self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))))
@@ -99,6 +105,42 @@ class Bucket(RemoteObjects):
 
     def _entry(self, meta: ObjectMeta) -> Entry:
         return Entry(self._key(meta["path"]), meta["size"], meta["e_tag"] or str(meta["last_modified"]))
+
+    def read(self, key: str) -> bytes:
+        def ask() -> tuple[int, bytes | None]:
+            result = obstore.get(self._clients().quick, self._path(key))
+            size = result.meta["size"]
+            return size, bytes(result.bytes()) if size <= PART_BYTES else None
+
+        size, data = self._ask(key, ask)
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, size, PARTS)) if data is None else data
+
+    def read_part(self, key: str, start: int, end: int) -> memoryview:
+        """The bytes `start` to `end` of an object; fewer when it ends before."""
+
+        def ask() -> memoryview:
+            return memoryview(obstore.get_range(self._clients().quick, self._path(key), start=start, end=end))
+
+        try:
+            return self._ask(key, ask)
+        except OSError as error:
+            if " 416 " in str(error.strerror):  # it ends before `start`
+                return memoryview(b"")
+            raise
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file, as it arrives.
+
+        Returns the position where it ended, which is before `end` when the object is shorter.
+        """
+
+        def ask() -> int:
+            at, result = start, obstore.get(self._clients().quick, self._path(key), options={"range": (start, end)})
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                at = write_at(descriptor, piece, at)
+            return at
+
+        return self._ask(key, ask)
 
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:
@@ -150,8 +192,7 @@ class Bucket(RemoteObjects):
         return self._ask(key, ask)
 
     def list(self, prefix: str) -> list[str]:
-        entries = self._ask(prefix, lambda: obstore.list(self._clients().quick, self._path(prefix)).collect())
-        return [self._key(entry["path"]) for entry in entries]
+        return [entry.key for entry in self.entries(prefix)]
 
     def folders(self, prefix: str) -> list[str]:
         entries = self._ask(prefix, lambda: obstore.list_with_delimiter(self._clients().quick, self._path(prefix)))
@@ -166,17 +207,28 @@ class Bucket(RemoteObjects):
         self.delete(key)
 
     def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
-        """As `RemoteObjects._ask`, with retries for as long as this process waits for a server."""
-        return persistently(self._address(key), lambda: super(Bucket, self)._ask(key, ask))
+        """Returns the answer of a call of obstore. Every call is made here, with retries for as
+        long as this process waits for a server.
+        """
+        return persistently(self._address(key), self._faults(key)(ask))
+
+    @contextlib.contextmanager
+    def _faults(self, key: str) -> Iterator[None]:
+        """Turns obstore's errors into OSErrors with a short text that names the object; Passing for
+        a fault that another try may not have.
+        """
+        try:
+            yield
+        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
+            if isinstance(error, OSError) and error.errno:  # it is one of ours
+                raise
+            raise as_oserror(error, self._address(key)) from None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def _address(self, key: str) -> str:
         return f"s3://{self._bucket}/{self._path(key)}"
-
-    def _reader(self) -> S3Store:
-        return self._clients().quick
 
     def _key(self, path: str) -> str:
         return path.removeprefix(f"{self._prefix}/") if self._prefix else path
