@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
@@ -179,6 +178,14 @@ class SendJob:
     backend: Literal["gloo", "nccl"]
 
 
+@with_config(EXACT)
+@dataclass(frozen=True)
+class UploadWait:
+    """Asks for the end of the upload of a save. No job: it is answered beside the job that runs."""
+
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
+
+
 AnyJob = LoadJob | RlJob | SftJob | SaveJob | TeacherJob | OfferJob | SendJob | OffloadJob
 Unplaced = TeacherJob | OffloadJob  # jobs that need no position, and change none
 AtPosition = SaveJob | OfferJob | SendJob  # jobs that need a position, and do not change it
@@ -191,17 +198,11 @@ JOBS: dict[str, TypeAdapter[Any]] = {
     "offer": TypeAdapter(OfferJob),
     "send": TypeAdapter(SendJob),
     "offload": TypeAdapter(OffloadJob),
+    "upload": TypeAdapter(UploadWait),
 }
 
 
-class _Attempt(TypedDict):
-    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
-
-
-_ATTEMPT = TypeAdapter(_Attempt)
-
-
-def job_of(kind: str, body: bytes) -> AnyJob:
+def job_of(kind: str, body: bytes) -> Any:
     """Parses the job of a request. UserError naming the field when the body is not JSON with
     exactly the job's fields.
     """
@@ -213,16 +214,6 @@ def job_of(kind: str, body: bytes) -> AnyJob:
         raise UserError(
             f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}"
         ) from error
-
-
-def attempt_of(body: bytes) -> str:
-    """Parses the attempt whose upload a request waits for. UserError when the body is not
-    {"attempt": NAME}.
-    """
-    try:
-        return _ATTEMPT.validate_json(body)["attempt"]
-    except ValidationError as error:
-        raise UserError(f"upload: {error.errors(include_url=False)[0]['msg']:.{VALUE_CHARS_MAX}}") from error
 
 
 def check_place(job: AnyJob, run: str) -> None:
