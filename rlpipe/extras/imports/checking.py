@@ -6,7 +6,9 @@ import tempfile
 from functools import cache, partial
 from pathlib import Path
 
-from rlpipe.data.sources import load_sets
+from rlpipe.base.seeds import data_seed
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.data.sources import load_prompts
 from rlpipe.data.tokenizer_files import read_tokenizer
 from rlpipe.extras.imports.importing import (
     IMPORTED,
@@ -19,6 +21,7 @@ from rlpipe.extras.imports.importing import (
     source_run,
 )
 from rlpipe.models.folder import folder_config
+from rlpipe.records.prompt import Prompt
 from rlpipe.stages.base import tokenizer_folder
 from rlpipe.stages.model_source import source_of
 from rlpipe.store.artifacts import file_sha256
@@ -54,3 +57,8 @@ def check_source(run: Run) -> None:
     model = folder_config(source_of(config).folder) if config.model.path else {}
     files = foreign_files(run, prompts, max(vocab_size, model.get("vocab_size", 0)))
     check_groups(run, [len(group) for _, group in files.groups()])
+
+
+def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
+    """Loads the prompt sets of one use, each with its own seed."""
+    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]

@@ -16,8 +16,8 @@ from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
-from rlpipe.data.sources import load_sets
 from rlpipe.extras.imports import importing
+from rlpipe.extras.imports.checking import load_sets
 from rlpipe.extras.imports.importing import import_prompts, import_rollouts
 from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
