@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
@@ -24,7 +24,6 @@ STATUS_STORE = 502  # the store could not be reached
 VALUE_CHARS_MAX = 200
 RECEIVERS_MAX = 1 << 16
 ATTEMPT = re.compile("[0-9a-z]{1,32}")
-EXACT = ConfigDict(extra="forbid")
 
 Reference = Annotated[ArtifactRef, BeforeValidator(ArtifactRef.from_json)]
 
@@ -45,7 +44,6 @@ class NewAdapter:
     seed: int
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
     """Loads a position, from one of: a new model, a policy (its weights, with a fresh optimizer), a
@@ -69,7 +67,6 @@ class LoadJob:
             raise ValueError("a new adapter is beside a policy")
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
     """Publishes the resident `position` and begins the upload: the policy, the state, the gaps of
@@ -102,7 +99,6 @@ class TrainJob:
     first_step: Annotated[int, Field(ge=0)]
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class RlJob(TrainJob):
     """The steps of one RL iteration. `reference`: the policy of the KL term; `teacher_logprobs`:
@@ -119,7 +115,6 @@ class RlJob(TrainJob):
             raise ValueError(f"settings.kl={self.settings.kl} needs a reference policy")
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SftJob(TrainJob):
     """The steps of one segment of SFT, `settings.num_steps` of them.
@@ -132,7 +127,6 @@ class SftJob(TrainJob):
     seed: int
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class TeacherJob:
     """Computes the logprobs that a frozen teacher gives to the trained tokens of a batch, and
@@ -146,7 +140,6 @@ class TeacherJob:
     attempt: str
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class OffloadJob:
     """Moves what is resident off the device, until the next job of another kind."""
@@ -154,7 +147,6 @@ class OffloadJob:
     kind: Literal["offload"] = "offload"
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class OfferJob:
     """Asks for the tensors that a `SendJob` of the policy at `position` will send to this group,
@@ -165,7 +157,6 @@ class OfferJob:
     group: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SendJob:
     """Sends the policy at `position`, which was offered to this group, to its receivers (ranks 1,
@@ -178,7 +169,6 @@ class SendJob:
     backend: Literal["gloo", "nccl"]
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class UploadWait:
     """Asks for the end of the upload of a save. No job: it is answered beside the job that runs."""
@@ -207,7 +197,7 @@ def job_of(kind: str, body: bytes) -> Any:
     exactly the job's fields.
     """
     try:
-        return JOBS[kind].validate_json(body)
+        return JOBS[kind].validate_json(body, extra="forbid")
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         name = ".".join(map(str, fault["loc"])) or "the body"

@@ -66,7 +66,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         message, *_ = ranks.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
         if message is None:
             continue
-        job = ANY_JOB.validate_python(message)
+        job = ANY_JOB.validate_python(message, extra="forbid")
         status, answer = _outcome(trainer, job)
         if isinstance(job, LoadJob):
             settle_newer()
