@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, HTTPClientError, MetadataRetrievalError
+from botocore.exceptions import ConnectionError as NoConnection
 from botocore.session import Session
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from rlpipe.store.patience import Answer, Passing, persistently
-from rlpipe.store.remote import as_oserror, check_process
+from rlpipe.store.patience import PASSING_STATUSES, Answer, Passing, persistently
 from rlpipe.store.s3_address import check_address, check_key
 from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
@@ -47,6 +48,11 @@ RETRY: RetryConfig = {
 }
 RETRY_PARTS: RetryConfig = RETRY | {"max_retries": 12, "retry_timeout": timedelta(seconds=15)}
 KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before they end
+NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
+_NOISE = re.compile(
+    r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)"
+)
+_used_by: int | None = None  # the process in which the threads of obstore run
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ class Bucket:
         except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
             if isinstance(error, OSError) and error.errno:  # it is one of ours
                 raise
-            raise as_oserror(error, self._address(key)) from None
+            raise _as_oserror(error, self._address(key)) from None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -238,7 +244,7 @@ class Bucket:
 
     def _clients(self) -> _Clients:
         """The clients, made when they are first needed."""
-        check_process(self._path(""))
+        _check_process(self._path(""))
         with self._lock:
             self._opened = self._opened or _open(self._bucket)
         return self._opened
@@ -296,3 +302,39 @@ def _endpoint(session: Session) -> str | None:
     return next(
         filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None
     )
+
+
+def _check_process(address: str) -> None:
+    """OSError in a process that was forked after obstore was used: obstore's threads do not exist
+    there, and a call would wait for ever.
+    """
+    global _used_by
+    if _used_by not in (None, os.getpid()):
+        raise OSError(
+            errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", address
+        )
+    _used_by = os.getpid()
+
+
+def _as_oserror(error: Exception, address: str) -> OSError:
+    """The same fault as an OSError.
+
+    Its kind follows from the server's answer; for a listing, obstore gives that in the text only.
+    """
+    text, _, debug = str(error).partition("\n\nDebug source")
+    status = re.search(r"status code: (\d{3})", text)
+    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
+    reason = " ".join([*_NOISE.sub("", text).split(), *(f"({cause})" for cause in causes[-1:])])
+    if "NoSuchBucket" in reason:
+        return OSError(errno.EIO, "this bucket does not exist", address)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, reason, address)
+    if isinstance(error, AlreadyExistsError):
+        return FileExistsError(errno.EEXIST, reason, address)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
+        return PermissionError(errno.EACCES, reason, address)
+    passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
+    if status is not None:
+        # as S3 says 408
+        passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)
+    return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)
