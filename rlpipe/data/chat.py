@@ -24,12 +24,9 @@ from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages, Tool
 
 ControlTokens = Literal["text", "as_written"]
-# (messages, with the head of the assistant's turn) -> text
-Render = Callable[[Messages, bool], str]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# stands for the text of the first turn, to find what the template writes before it
+# stands for the text of a turn, to find what the template writes around it
 PLACEHOLDER = "rlpipe-placeholder"
-STANDS_IN = "rlpipe-stands-in"  # for the text of any other turn
 # two conversations that end with the assistant's turn: a continuation must not depend on what was
 # said
 DUMMY_TALKS: list[Messages] = [
@@ -326,22 +323,26 @@ class ChatTokenizer:
 
 
 def _turn_in_place(
-    render: Render, messages: Messages, index: int, text: str, specials: tuple[str, ...]
-) -> tuple[int, int] | None:
+    render: Callable[[Messages, bool], str],
+    messages: Messages,
+    index: int,
+    text: str,
+    specials: tuple[str, ...],
+) -> Span | None:
     """The span of turn `index`, of the assistant, in `text`, the whole conversation; None where it
-    cannot be determined: for a template that writes earlier messages differently once others follow
-    (Mistral's puts the tools before the last message of the user, Hermes' ends the last tool result
-    differently from earlier ones).
+    cannot be determined. `render`: (messages, with the head of the assistant's turn) -> text.
 
-    The conversation is rendered again with another text in place of the turn: the text around it
-    that both have is not part of the turn.
+    For a template that writes earlier messages differently once others follow: Mistral's puts the
+    tools before the last message of the user; Hermes' ends the last tool result differently from
+    earlier ones. The conversation is rendered again with another text in place of the turn: the
+    text around it that both have is not part of the turn.
     """
     assert index > 0, "something was asked"
-    other = {"role": messages[index]["role"], "content": STANDS_IN}
-    before, placed, after = render([*messages[:index], other, *messages[index + 1 :]], False).partition(STANDS_IN)
+    other = {"role": messages[index]["role"], "content": PLACEHOLDER}
+    before, placed, after = render([*messages[:index], other, *messages[index + 1 :]], False).partition(PLACEHOLDER)
     end = max((token for token in specials if after.startswith(token)), key=len, default="")
     prompt, bare = render(messages[:index], True), render(messages[:index], False)
-    own = render([*messages[:index], other], False).partition(STANDS_IN)[0]
+    own = render([*messages[:index], other], False).partition(PLACEHOLDER)[0]
     # text that the template puts before the turn's text, but not into the prompt, is part of the
     # turn
     lead = own[len(prompt) :] if own.startswith(prompt) else ""
