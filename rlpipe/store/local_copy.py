@@ -64,7 +64,10 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     if target.is_dir():
         return target
     try:
-        with made_once(target) as whole, TemporaryDirectory(prefix=f"{whole.name}.", dir=local_dir) as scratch:
+        with (
+            made_once(target) as whole,
+            TemporaryDirectory(prefix=f"{whole.name}.", dir=local_dir, ignore_cleanup_errors=True) as scratch,
+        ):
             os.rename(_whole_folder(policy, Path(scratch), local_dir), whole)
     except StoreError as error:
         if not is_pruned(store, ref.folder):
