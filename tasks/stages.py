@@ -21,13 +21,15 @@ from prefect.states import Cancelling, Completed
 
 from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.base.manifests import ActionResult, StageResult
+from rlpipe.base.references import ArtifactRef
+from rlpipe.config.extras import IMPORTS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.client import RequestRefused
 from rlpipe.loop.session import Session
 from rlpipe.services.finder import StartService
 from rlpipe.stages import base, evaluation, filtering, generation, policy, sampling, scoring, sft, teacher
 from rlpipe.store.patience import Away
-from rlpipe.stored import importing, remaking
+from rlpipe.stored import remaking
 
 RETRIES = 2
 RETRY_DELAY_S = 2.0
@@ -108,8 +110,6 @@ select_segment = _task(sft.select_segment)
 
 sample_prompts = _task(sampling.sample_prompts)
 generate = _task(generation.generate)
-import_prompts = _task(importing.import_prompts)
-import_rollouts = _task(importing.import_rollouts)
 score = _task(scoring.score)
 filter_groups = _task(filtering.filter_groups)
 ask_teacher = _task(teacher.ask_teacher)
@@ -118,6 +118,22 @@ checkpoint = _task(policy.checkpoint)
 restore_policy = _task(remaking.restore_policy)
 reload_engines = _task(policy.reload_engines)
 evaluate = _task(evaluation.evaluate)
+
+
+@_task
+async def import_prompts(session: Session, *, iteration: int) -> StageResult:
+    """The prompts of this iteration's stored rollouts."""
+    stage = opened(IMPORTS["prompts"], "rl.rollouts_from")
+    return await stage(session, iteration=iteration)
+
+
+@_task
+async def import_rollouts(session: Session, *, iteration: int, prompts: ArtifactRef) -> StageResult:
+    """This iteration's stored rollouts, and their stored rewards where the prompts are not
+    known.
+    """
+    stage = opened(IMPORTS["rollouts"], "rl.rollouts_from")
+    return await stage(session, iteration=iteration, prompts=prompts)
 
 
 def service_starter(config: PipelineConfig) -> StartService:

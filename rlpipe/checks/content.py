@@ -27,8 +27,7 @@ from rlpipe.data.sources import fitting, load_conversations, load_prompts, quest
 from rlpipe.data.trial import TokenizerTrial
 from rlpipe.engines.commands import check_python
 from rlpipe.loop.player import kind_of_player
-from rlpipe.processes.compiler import check_compiler
-from rlpipe.processes.gpus import check_gpus
+from rlpipe.processes.gpus import check_compiler, check_gpus
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
@@ -151,7 +150,7 @@ class Content:
         if trainer.place == "process":
             check_gpus("trainer.gpu_ids", trainer.gpu_ids)
             if trainer.gpu_ids:
-                check_compiler("trainer.gpu_ids")
+                check_compiler()
         return ""
 
     def engines(self) -> str:

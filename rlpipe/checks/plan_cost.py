@@ -45,6 +45,19 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class TriedModel:
+    """The facts of a model whose config and shapes were tried.
+
+    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
+    """
+
+    num_parameters: int
+    rows: str
+    sizes: ModelSizes | None
+    speed: Speed | str = "no GPU is tried by a plan"
+
+
+@dataclass(frozen=True)
 class Lengths:
     """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted
     them; 0 where it was not tried.

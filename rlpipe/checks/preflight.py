@@ -5,40 +5,22 @@ model is loaded.
 from __future__ import annotations
 
 import logging
-import tempfile
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.content import Content, label
 from rlpipe.checks.plan import warning_lines
+from rlpipe.config.extras import IMPORTS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import ROLES
 from rlpipe.data.read_sets import hand_over
-from rlpipe.data.sources import load_sets
-from rlpipe.data.tokenizer_files import read_tokenizer
-from rlpipe.models.folder import folder_config
-from rlpipe.stages.base import tokenizer_folder
-from rlpipe.stages.model_source import source_of
 from rlpipe.stages.sampling import check_carried
-from rlpipe.store.artifacts import file_sha256
 from rlpipe.store.backend import check_access, open_store
-from rlpipe.store.local_copy import materialise
 from rlpipe.store.opening import find_run
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
-from rlpipe.stored.importing import (
-    IMPORTED,
-    check_enough,
-    check_groups,
-    check_tokenizer,
-    foreign_files,
-    imported_at,
-    is_run,
-    source_run,
-)
 
 log = logging.getLogger(__name__)
 _passed: set[str] = set()  # hashes of configs
@@ -62,8 +44,8 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
         raise UserError("\n".join(findings.faults))
     if fork is not None:
         check_carried(fork)
-    if config.rl.rollouts_from and not redo and last >= 0 and run.artifact("rl", last, IMPORTED) is None:
-        _check_source(run)
+    if config.rl.rollouts_from and not redo and last >= 0:
+        opened(IMPORTS["check"], f"rl.rollouts_from={config.rl.rollouts_from!r}")(run)
     for line in [*warning_lines(config), *findings.warnings]:
         log.warning("%s", line)
     hand_over(config, content.sets)
@@ -79,33 +61,6 @@ def passed_just_now(config: PipelineConfig) -> bool:
     passed = digest in _passed
     _passed.discard(digest)
     return passed
-
-
-def _check_source(run: Run) -> None:
-    """Checks that enough rollouts are stored, and that their tokens are those of the run's
-    tokenizer: its own if it has one, else the one that it would get.
-    """
-    config, prompts = run.config, cache(partial(load_sets, run.config))
-    source = source_run(run) if is_run(config.rl.rollouts_from) else None
-    imported = run.artifact("rl", imported_at(run), "imported") if source is None else None
-    if imported is not None:
-        check_enough(run, imported[1].metrics["num_groups"])
-        return  # imported already
-    committed = run.artifact("base", 0, "tokenizer")
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        if committed is not None:
-            folder = materialise(run.store, committed[0], scratch)
-        else:
-            folder = tokenizer_folder(config, prompts, scratch)
-        vocab_size = read_tokenizer(folder)[0].get_vocab_size(with_added_tokens=True)
-        sha256 = file_sha256(folder / "tokenizer.json")
-    if source is not None:
-        check_tokenizer(source, sha256)
-        return
-    model = folder_config(source_of(config).folder) if config.model.path else {}
-    files = foreign_files(run, prompts, max(vocab_size, model.get("vocab_size", 0)))
-    check_groups(run, [len(group) for _, group in files.groups()])
 
 
 class Findings(NamedTuple):

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.base.errors import UserError
+from rlpipe.base.values import JsonDict
 from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import Speed
+from rlpipe.checks.plan_cost import Speed, TriedModel
 from rlpipe.checks.speed import measured_speed
 from rlpipe.models.adapter import is_adapter, put_adapter
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config
@@ -71,21 +72,10 @@ class ModelTrial(TypedDict):
     adapter: NotRequired[dict[str, Any]]
 
 
-class TrialOfModel(TypedDict):
-    """The answer.
-
-    `sizes` and `speed`: the fields of ModelSizes and Speed, or the reason why there is no speed.
-    """
-
-    num_parameters: int
-    rows: str
-    sizes: dict[str, Any] | None
-    speed: dict[str, float] | str | None
-
-
-def try_model(hello: ModelTrial) -> TrialOfModel:
-    """The answer of the process. UserError when the config makes no model, its parts do not fit, it
-    has too few positions, or its weights are those of another model.
+def try_model(hello: ModelTrial) -> JsonDict:
+    """The answer of the process, the fields of a TriedModel. UserError when the config makes no
+    model, its parts do not fit, it has too few positions, or its weights are those of another
+    model.
     """
     folder, context_tokens_max = Path(hello.get("folder", "")), hello["context_tokens_max"]
     config = hf_config(hello.get("config") or folder_config(folder))
@@ -106,10 +96,8 @@ def try_model(hello: ModelTrial) -> TrialOfModel:
     if "adapter" in hello:
         put_adapter(lm, ADAPTER.validate_python(hello["adapter"]))
         num_adapted = sum(parameter.numel() for name, parameter in lm.named_parameters() if is_adapter(name))
-    counted = None if sizes is None else asdict(replace(sizes, adapter=num_adapted))
-    speed = _speed_of(config, hello) if "timed" in hello else None
-    timed = asdict(speed) if isinstance(speed, Speed) else speed
-    return {"num_parameters": num_parameters, "rows": rows_of(config), "sizes": counted, "speed": timed}
+    tried = TriedModel(num_parameters, rows_of(config), sizes and replace(sizes, adapter=num_adapted))
+    return asdict(replace(tried, speed=_speed_of(config, hello)) if "timed" in hello else tried)
 
 
 def _speed_of(config: PretrainedConfig, hello: ModelTrial) -> Speed | str:

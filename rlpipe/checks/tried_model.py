@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import Speed, places
+from pydantic import TypeAdapter
+
+from rlpipe.checks.plan_cost import TriedModel, places
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.weights import reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S
 from rlpipe.processes.pool import WorkerPool
 from rlpipe.stages.training import new_adapter
-
-
-@dataclass(frozen=True)
-class TriedModel:
-    """The facts of a model whose config and shapes were tried.
-
-    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
-    """
-
-    num_parameters: int
-    rows: str
-    sizes: ModelSizes | None
-    speed: Speed | str = "no GPU is tried by a plan"
 
 
 def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
@@ -45,11 +33,9 @@ def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: boo
     timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
     with closing(WorkerPool(field, "rlpipe.checks.trial", hello, start_timeout_s=timeout_s)) as trial:
         (ready,) = trial.start()
-    assert ready["num_parameters"] > 0, "a model without parameters"
-    sizes = ModelSizes(**ready["sizes"]) if ready["sizes"] else None
-    tried = TriedModel(ready["num_parameters"], ready["rows"], sizes)
-    timed = ready["speed"]
-    return replace(tried, speed=Speed(**timed) if isinstance(timed, dict) else timed) if timed else tried
+    tried = TypeAdapter(TriedModel).validate_python(ready)
+    assert tried.num_parameters > 0, "a model without parameters"
+    return tried
 
 
 def tried_adapter(config: PipelineConfig) -> dict[str, object]:

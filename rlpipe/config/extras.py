@@ -53,6 +53,12 @@ PLAYERS = {
     "environment": Extra(f"{ROOM}.environments.player:ENVIRONMENT"),
     "agent": Extra(f"{ROOM}.agents.player:AGENT"),
 }
+# what `rl.rollouts_from` needs
+IMPORTS = {
+    "check": Extra(f"{ROOM}.imports.checking:check_source"),
+    "prompts": Extra(f"{ROOM}.imports.importing:import_prompts"),
+    "rollouts": Extra(f"{ROOM}.imports.importing:import_rollouts"),
+}
 # modules that were in the core, by the names that configs of runs have for them
 MOVED = {"rlpipe.environments.calculator": f"{ROOM}.environments.calculator"}
 TEACHER = Extra(f"{ROOM}.teacher_engine.asking:ask")  # for rl.teacher_engine

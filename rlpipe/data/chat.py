@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +20,12 @@ from rlpipe.data.encoding import Encoder, Span, any_of
 from rlpipe.data.template import ChatTemplate
 from rlpipe.data.token_bytes import TokenBytes
 from rlpipe.data.tokenizer_files import folder_template, read_tokenizer, special_texts, vocabulary_sha256
-from rlpipe.data.turn_in_place import turn_in_place
 from rlpipe.records.messages import content_text
 from rlpipe.records.prompt import Message, Messages, Tool
 
 ControlTokens = Literal["text", "as_written"]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# stands for the text of the first turn, to find what the template writes before it
+# stands for the text of a turn, to find what the template writes around it
 PLACEHOLDER = "rlpipe-placeholder"
 # two conversations that end with the assistant's turn: a continuation must not depend on what was
 # said
@@ -281,7 +280,7 @@ class ChatTokenizer:
         start = len(head)
         turn = self._without_tail(alone[start:])
         if not (text.startswith(head) and alone.startswith(head) and turn):
-            span = turn_in_place(self._template.render, messages, index, text, self._specials) if index else None
+            span = _turn_in_place(self._template.render, messages, index, text, self._specials) if index else None
             if span is None:
                 raise _unstable(messages[index])
             return span
@@ -326,6 +325,43 @@ class ChatTokenizer:
     def decode_raw(self, tokens: list[int]) -> str:
         """The text of `tokens` with special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _turn_in_place(
+    render: Callable[[Messages, bool], str],
+    messages: Messages,
+    index: int,
+    text: str,
+    specials: tuple[str, ...],
+) -> Span | None:
+    """The span of turn `index`, of the assistant, in `text`, the whole conversation; None where it
+    cannot be determined. `render`: (messages, with the head of the assistant's turn) -> text.
+
+    For a template that writes earlier messages differently once others follow: Mistral's puts the
+    tools before the last message of the user; Hermes' ends the last tool result differently from
+    earlier ones. The conversation is rendered again with another text in place of the turn: the
+    text around it that both have is not part of the turn.
+    """
+    assert index > 0, "something was asked"
+    other = {"role": messages[index]["role"], "content": PLACEHOLDER}
+    before, placed, after = render([*messages[:index], other, *messages[index + 1 :]], False).partition(PLACEHOLDER)
+    end = max((token for token in specials if after.startswith(token)), key=len, default="")
+    prompt, bare = render(messages[:index], True), render(messages[:index], False)
+    own = render([*messages[:index], other], False).partition(PLACEHOLDER)[0]
+    # text that the template puts before the turn's text, but not into the prompt, is part of the
+    # turn
+    lead = own[len(prompt) :] if own.startswith(prompt) else ""
+    start = len(before) - len(lead)
+    head = prompt.removeprefix(bare)
+    known = prompt.startswith(bare) and (head or own.startswith(prompt))
+    stop = len(text) - len(after) + len(end)
+    fits = (
+        before.endswith(head + lead)
+        and text.startswith(before[:start])
+        and text.endswith(after)
+        and stop - len(end) > start
+    )
+    return (start, stop) if placed and end and known and fits else None
 
 
 def _within(spans: list[Span], start: int, end: int) -> list[Span]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.seeds import data_seed, fraction
+from rlpipe.base.seeds import fraction
 from rlpipe.base.values import plain_json
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.sections import DataConfig
@@ -38,11 +38,6 @@ def once(load: PromptSets) -> PromptSets:
             return loaded(use)
 
     return sets
-
-
-def load_sets(config: PipelineConfig, use: str) -> list[list[Prompt]]:
-    """Loads the prompt sets of one use, each with its own seed."""
-    return [load_prompts(data, data_seed(config.seed, data.name)) for data in config.sets(use)]
 
 
 def load_prompts(data: DataConfig, seed: int) -> list[Prompt]:

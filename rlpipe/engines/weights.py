@@ -5,6 +5,7 @@ engine serves.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import shutil
 import tempfile
@@ -19,7 +20,6 @@ from rlpipe.models.folder import INDEX, file_shapes, tensor_shapes
 from rlpipe.store.disk import link
 
 READ_BYTES_S = 200e6  # of the slowest supported disk
-BLOCK_BYTES = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -71,19 +71,10 @@ def same_weights(one: Path, other: Path) -> bool:
     the first difference.
     """
     names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (one, other)]
-    return names[0] == names[1] and all(_same_bytes(one / name, other / name) for name in names[0])
-
-
-def _same_bytes(one: Path, other: Path) -> bool:
-    if one.samefile(other):
-        return True
-    if one.stat().st_size != other.stat().st_size:
-        return False
-    with one.open("rb") as first, other.open("rb") as second:
-        while block := first.read(BLOCK_BYTES):
-            if block != second.read(BLOCK_BYTES):
-                return False
-    return True
+    files = [(one / name, other / name) for name in names[0]]
+    return names[0] == names[1] and all(
+        file.samefile(same) or filecmp.cmp(file, same, shallow=False) for file, same in files
+    )
 
 
 def check_compatible(serving: Path, candidate: Path) -> None:

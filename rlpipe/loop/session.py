@@ -110,7 +110,7 @@ class Session:
             nearby = self.commits.nearby(policy)
             if nearby and not nearby.servers and not self.config.engines_here:  # no host could fetch it there
                 await self.commits.committed([policy.sha256])
-            probe = await asyncio.to_thread(self._probe, policy)
+            probe = await asyncio.to_thread(probe_of, self.run, policy)
 
             async def load(near: Nearby | None) -> None:
                 async with self.trainer.turn if near and near.sender else contextlib.nullcontext():
@@ -131,9 +131,6 @@ class Session:
         )
         await self.commits.committed([policy.sha256])
         return True
-
-    def _probe(self, policy: ArtifactRef) -> Probe:
-        return probe_of(self.run, policy)
 
     def rewards(self, use: str = "rl") -> RewardPool:
         """The rewards that score rollouts; for the use "evaluation" those of evaluations, where the

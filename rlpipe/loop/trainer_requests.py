@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import TrainerError
+from rlpipe.base.values import JsonDict
 from rlpipe.loop.session import Session
 from rlpipe.store.commits import Act
 from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
-from rlpipe.trainer.jobs import ANY_JOB, AnyJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob, TeacherJob
+from rlpipe.trainer.jobs import ANY_JOB, SAVED, AnyJob, LoadJob, RlJob, SaveJob, SftJob, TeacherJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -32,7 +33,7 @@ Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
-async def send(trainer: TrainerClient, job: AnyJob, on_progress: OnProgress = None) -> JobAnswer:
+async def send(trainer: TrainerClient, job: AnyJob, on_progress: OnProgress = None) -> JsonDict:
     """Sends one job to the trainer, whatever it holds; errors as of `TrainerClient.run`."""
     return await trainer.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
@@ -42,7 +43,7 @@ async def nothing() -> None: ...
 
 async def do_job(
     session: Session, job: AnyJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
-) -> JobAnswer:
+) -> JsonDict:
     """Does one job on the trainer, and rebuilds the trainer first when it was lost or does not hold
     the position that the job starts from. TrainerError after ATTEMPTS_MAX tries.
 
@@ -82,7 +83,7 @@ class Upload:
     session: Session
     job: SaveJob
     rebuild: Rebuild
-    answer: JobAnswer
+    answer: JsonDict
     _is_done: bool = field(default=False, init=False)
 
     async def finish(self) -> None:
@@ -116,7 +117,7 @@ class Upload:
             except (TrainerLost, NotResident) as error:
                 log.warning("%s", error)
                 return
-        if any(again[name] != self.answer[name] for name in ("policy", "state", "gap")):
+        if any(again[name] != self.answer[name] for name in SAVED):
             raise TrainerError(
                 f"the trainer was lost before {self.job.position} was in the store, and the files that it made again"
                 " have other bits. Start the run again: the iteration is then trained again from its batch"

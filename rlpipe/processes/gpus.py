@@ -1,5 +1,5 @@
-"""This machine's GPUs: assigns them to child processes, checks that they exist, and reads their
-memory.
+"""This machine's GPUs: assigns them to child processes, checks that they exist and that kernels can
+be built for them, and reads their memory.
 
 `gpu_ids` in the config index into the GPUs that this process sees: into its CUDA_VISIBLE_DEVICES
 (numbers, UUIDs or MIG instances) if a scheduler or a user has set it, else into all GPUs in the
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 from rlpipe.base.errors import UserError
@@ -26,6 +28,7 @@ QUERY_TIMEOUT_S = 30.0
 MIG_LINE = re.compile(r"^\s*MIG \S*?(\d+)gb\S* .*\(UUID:\s*(MIG-[^)]+)\)", re.MULTILINE)
 # GiB of memory per GB in a profile's name: 4.75 of 5, 9.5 of 10, 19.6 of 20
 MIG_SHARE = 0.92
+SEARCHED = ("CPATH", "C_INCLUDE_PATH")  # further places in which a C compiler looks for headers
 
 
 def gpu_environment(field_name: str, gpu_ids: list[int]) -> dict[str, str]:
@@ -136,3 +139,25 @@ def _of_one_process(field_name: str, gpu_ids: list[int]) -> list[str]:
             f"{field_name}={gpu_ids}: CUDA shows a process one MIG instance; a trainer, or an engine, can have no more"
         )
     return devices
+
+
+def check_compiler() -> None:
+    """Raises UserError when there is no C compiler, or there are no headers of this Python, which
+    training on GPUs needs: Triton compiles a small C extension, the launcher of its kernels, if it
+    has none in its cache, even if all kernels are cached.
+    """
+    named = os.environ.get("CC", "")
+    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+        missing = f"CC={named} is no program" if named else "no C compiler (gcc, clang)"
+        raise UserError(
+            f"trainer.gpu_ids: {missing}, without which no kernel of Triton runs; apt-get install gcc, or name one in"
+            " CC"
+        )
+    own = sysconfig.get_path("include")
+    folders = [own, *(folder for name in SEARCHED for folder in os.environ.get(name, "").split(os.pathsep) if folder)]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders):
+        version = sysconfig.get_python_version()
+        raise UserError(
+            f"trainer.gpu_ids: no Python.h in {own}, without which no kernel of Triton runs; apt-get install"
+            f" python{version}-dev, or a Python that brings its headers"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, TypedDict, TypeVar
+from typing import Annotated, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -51,13 +51,7 @@ class EnvironmentOutcome:
     messages: list[list[Message]] = field(default_factory=list)
 
     def as_json(self) -> OutcomeFields:
-        return {
-            "reward": self.reward,
-            "num_turns": self.num_turns,
-            "fault": self.fault,
-            "metrics": self.metrics,
-            "messages": self.messages,
-        }
+        return cast("OutcomeFields", dict(vars(self)))
 
 
 class OutcomeFields(TypedDict):

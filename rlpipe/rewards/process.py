@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import expanded
@@ -23,13 +23,14 @@ from rlpipe.data.links import check_links
 from rlpipe.models.folder import folder_config
 from rlpipe.processes.pool import WorkerPool
 from rlpipe.processes.worker import ProcessEnded, TooManyLost, Worker, ask_twice
-from rlpipe.rewards.score import FAILURES_MAX, Item, NotScored, Score, Scored
+from rlpipe.rewards.score import FAILURES_MAX, Item, Score, Scored
 
 LOAD_TIMEOUT_S = 900.0  # of a reward model
 LOSSES_MAX = 8  # processes of a reward model that are lost in a row
 BATCH_S = 0.02  # functions get as many rollouts at a time as they score in so long
 BATCH_MAX = 64  # of these
 Fault = tuple[str, str]  # reason and message
+SCORED: TypeAdapter[Scored] = TypeAdapter(Scored)
 logger = logging.getLogger(__name__)
 
 
@@ -117,7 +118,7 @@ class ProcessScorer:
         timeout_s = self.timeout_s * (len(batch) if self.batch_size else 1)
         once, asked_s = partial(worker.ask, lambda _: (request, timeout_s)), time.monotonic()
         try:
-            answer: Scored | NotScored = await (ask_twice(once) if len(batch) == 1 else once())
+            answer = await (ask_twice(once) if len(batch) == 1 else once())
             self._rollout_s = (time.monotonic() - asked_s) / len(batch)
             if self.losses_max is None:
                 self._has_answered, self.processes.losses.in_a_row_max = True, math.inf  # it is never given up then
@@ -133,17 +134,17 @@ class ProcessScorer:
             self._given_up = "reward_unavailable", str(error)  # for the other workers: no process is left
             raise RewardLost(str(error)) from error
 
-    def _keep(self, batch: list[int], answer: Scored | NotScored) -> Fault | None:
+    def _keep(self, batch: list[int], answer: object) -> Fault | None:
         """Stores a batch's scores, or returns its fault."""
-        if "error" in answer:
-            return "reward_error", answer["error"]
         try:
-            scores = [Score(**score) for score in answer["scores"]]
-            self._scores |= dict(zip(batch, scores, strict=True))
-        except (KeyError, TypeError, ValueError):
+            scored = SCORED.validate_python(answer)
+            if scored.error is not None:
+                return "reward_error", scored.error
+            self._scores |= dict(zip(batch, scored.scores, strict=True))
+        except ValueError:
             return "reward_crash", "its code wrote something of its own in the place of an answer"
-        if warning := answer.get("warning"):
-            logger.warning("%s: %s", self.name, warning)
+        if scored.warning:
+            logger.warning("%s: %s", self.name, scored.warning)
         return None
 
     def _fault(self, index: int) -> Score:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict, final
+from typing import Any, TypedDict
 
 import numpy as np
 from pydantic import ConfigDict
@@ -63,30 +63,6 @@ class Item(TypedDict):
     rollout: RolloutFacts
 
 
-class ScoreFields(TypedDict):
-    """The fields of a Score."""
-
-    reward: float | None
-    parts: dict[str, float]
-    reason: str | None
-    message: str
-
-
-@final
-class Scored(TypedDict):
-    """The answer of a process that scored: one score an item, and a warning for a person."""
-
-    scores: list[ScoreFields]
-    warning: NotRequired[str]
-
-
-@final
-class NotScored(TypedDict):
-    """The answer of a process that could not score: the error that all items met."""
-
-    error: str
-
-
 @dataclass(frozen=True)
 class Score:
     """A rollout's reward and its parts by name, or the reason why there is none.
@@ -102,6 +78,17 @@ class Score:
 
     def __post_init__(self) -> None:
         assert (self.reward is None) == (self.reason is not None), self
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The answer of a process: one score an item, and a warning for a person; or, where it could
+    not score, the error that all items met.
+    """
+
+    scores: list[Score] = field(default_factory=list)
+    warning: str = ""
+    error: str | None = None
 
 
 def label(name: str) -> str:

@@ -113,11 +113,11 @@ async def checkpoint(
     stored = stored_as(session.config, iteration + 1, previous)
     saved = await save_job(session, iteration, rl_job(session.run, iteration, batch), attempt, due, stored)
     if due:
-        await commit_saved(session, StageKey("rl", iteration, "state"), inputs, saved.state, saved.published)
+        await commit_saved(session, StageKey("rl", iteration, "state"), inputs, saved.result.state, saved.published)
     # made from the previous policy; committed first, so it exists whenever the new policy does
     gap_of = {"batch": batch, "previous": previous}
-    await commit_saved(session, StageKey("rl", iteration, "gap"), gap_of, saved.gap, saved.published)
-    return saved.produced(metrics | saved.metrics, iteration + 1, saved.published)
+    await commit_saved(session, StageKey("rl", iteration, "gap"), gap_of, saved.result.gap, saved.published)
+    return saved.produced(metrics | saved.result.metrics, iteration + 1, saved.published)
 
 
 def stored_as(config: PipelineConfig, version: int, previous: ArtifactRef) -> StoredAs:

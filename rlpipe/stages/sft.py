@@ -108,7 +108,7 @@ async def train_segment(
     inputs = {"data": data, "tokenizer": tokenizer, "previous": previous}
     saved = await save_job(session, segment, job, attempt, with_state=True)
     await saved.published.upload()
-    await commit_saved(session, StageKey("sft", segment, "state"), inputs, saved.state)
+    await commit_saved(session, StageKey("sft", segment, "state"), inputs, saved.result.state)
     return saved.produced(metrics, 0)
 
 

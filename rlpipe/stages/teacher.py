@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rlpipe.base.errors import UserError
-from rlpipe.base.references import ArtifactRef, FileRecord
+from rlpipe.base.references import ArtifactRef
 from rlpipe.config.extras import TEACHER, opened
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, stage
 from rlpipe.loop.trainer_requests import do_job
 from rlpipe.records.rollout import TEACHER_FILE, TeacherLogprobs
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.jobs import TeacherJob
+from rlpipe.trainer.jobs import RESULT, TeacherJob
 
 
 @stage("rl", "teacher_logprobs")
@@ -32,9 +32,8 @@ async def ask_teacher(
             "rl.teacher_engine is empty: this run began with a teacher on an engine, and has no weights of it; name one"
         )
     job = TeacherJob(batch, teacher, rl.temperature, attempt.folder, attempt.name, rl.teacher_top_k)
-    answer = await do_job(session, job, _nothing_to_rebuild)
-    files = [FileRecord(**record) for record in answer["teacher"]]
-    return Produced(files, answer["metrics"])
+    answer = RESULT.validate_python(await do_job(session, job, _nothing_to_rebuild))
+    return Produced(answer.teacher, answer.metrics)
 
 
 async def _nothing_to_rebuild(_: TrainerClient) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.base.seeds import data_seed
-from rlpipe.base.values import JsonDict, Metrics
+from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.settings import artifact_settings, effects
 from rlpipe.config.training import OptimizerConfig, RlConfig, SftConfig
@@ -24,12 +24,11 @@ from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage
 from rlpipe.loop.trainer_requests import OnProgress, Rebuild, Upload, do_job, send
 from rlpipe.store.adapter_files import Adapter
-from rlpipe.store.artifacts import Blocks, is_pruned
+from rlpipe.store.artifacts import is_pruned
 from rlpipe.store.commits import Published
-from rlpipe.store.nearby import NodeDisk
 from rlpipe.store.run import Run
 from rlpipe.trainer.client import TrainerClient
-from rlpipe.trainer.jobs import LoadJob, NewAdapter, RlJob, SaveJob, SftJob
+from rlpipe.trainer.jobs import RESULT, SAVED, JobResult, LoadJob, NewAdapter, RlJob, SaveJob, SftJob
 
 log = logging.getLogger(__name__)
 
@@ -117,23 +116,16 @@ WHOLE = StoredAs(None, is_base=False)
 
 @dataclass(frozen=True)
 class Saved:
-    """The files that the trainer published.
-
-    `probe`: the logprobs that an engine with these weights must return, as in the policy's
-    manifest; `metrics`: of the policy's files; `published`: the places of the files, and their
-    upload to the store.
+    """The files that the trainer published. `published`: their places, and their upload to the
+    store.
     """
 
-    policy: list[FileRecord]
-    state: list[FileRecord]
-    gap: list[FileRecord]
-    probe: dict[str, Sequence[float]]
-    metrics: Metrics
+    result: JobResult
     published: Published
 
     def produced(self, metrics: JsonDict, weight_version: int | None, published: Published | None = None) -> Produced:
         """The policy, to be committed with these metrics."""
-        return Produced(self.policy, metrics | {"probe": self.probe}, weight_version, published)
+        return Produced(self.result.policy, metrics | {"probe": self.result.probe}, weight_version, published)
 
 
 async def train_job(session: Session, iteration: int, job: RlJob | SftJob, on_progress: OnProgress = None) -> JsonDict:
@@ -208,16 +200,13 @@ async def save(
         *place, tokenizer, chat.stop_token_ids, context_tokens_max, stored.base, stored.is_base, folders.get("gap")
     )
     answer = await do_job(session, job, rebuild)
-    saved = {name: [FileRecord(**record) for record in answer[name]] for name in ("policy", "state", "gap")}
-    wanted = {*folders, *(["policy"] if policy else [])}
-    assert {name for name, files in saved.items() if files} == wanted, f"saved {saved}, wanted {wanted}"
+    result, client = RESULT.validate_python(answer), session.trainer.client
+    saved, wanted = {name for name in SAVED if getattr(result, name)}, {*folders, *(["policy"] if policy else [])}
+    assert saved == wanted, f"saved {saved}, wanted {wanted}"
+    places = result.places if client.serves_files else [replace(place, url="") for place in result.places]
+    sender = client.sender(position) if session.config.engines.transport == "tensor" else None
     upload = Upload(session, job, rebuild, answer)
-    is_served = session.trainer.client.serves_files
-    places = [NodeDisk(place["disk"], place["url"] if is_served else "") for place in answer["places"]]
-    sender = session.trainer.client.sender(position) if session.config.engines.transport == "tensor" else None
-    parts = {name: Blocks(**hashes) for name, hashes in answer.get("parts", {}).items()}
-    published = Published(places, answer["made_on"], parts, upload.finish, sender)
-    return Saved(**saved, probe=answer["probe"], metrics=answer["metrics"], published=published)
+    return Saved(result, Published(places, result.made_on, result.parts, upload.finish, sender))
 
 
 async def replay(run: Run, phase: str, iteration: int, trainer: TrainerClient) -> None:

@@ -272,9 +272,7 @@ def read_records(
         ) from error
 
 
-def read_records_if_any(
-    store: Store, ref: ArtifactRef, name: str, record: type[Record], columns: Sequence[str] | None = None
-) -> list[Record]:
+def read_records_if_any(store: Store, ref: ArtifactRef, name: str, record: type[Record]) -> list[Record]:
     """As `read_records`; none where the artifact has no such file."""
     files = read_manifest(store, ref.folder, ref.sha256).files
-    return read_records(store, ref, name, record, columns) if name in [file.plain_name for file in files] else []
+    return read_records(store, ref, name, record) if name in [file.plain_name for file in files] else []

@@ -5,6 +5,7 @@ File sizes come from the manifests, so no request asks for them.
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
@@ -12,6 +13,7 @@ from fsspec import AbstractFileSystem
 from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
 from rlpipe.store.backend import Store
+from rlpipe.store.transfer import RangeFile
 
 
 def file_system(store: Store, sizes: dict[str, int]) -> FileSystem:
@@ -46,35 +48,4 @@ class StoreFiles(AbstractFileSystem):
         """Opens a file for reading: a RangeFile."""
         if mode != "rb":
             raise io.UnsupportedOperation(f"{path}: a query reads only")
-        return RangeFile(self._store, path, self.info(path)["size"])
-
-
-class RangeFile(io.RawIOBase):
-    """One file of a store; each `read` is one request. pyarrow reads a file from one thread at a
-    time.
-    """
-
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        super().__init__()
-        self._store, self._key, self._size, self._at = store, key, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        return self._size
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        end = self._size if size is None or size < 0 else min(self._at + size, self._size)
-        start, self._at = self._at, max(end, self._at)
-        return bytes(self._store.read_range(self._key, start, end)) if start < end else b""
+        return RangeFile(functools.partial(self._store.read_range, path), self.info(path)["size"])

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import shutil
 import stat
 import uuid
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rlpipe.base.hashing import SHA256
 from rlpipe.store.disk import link
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ FILES_MAX = 1_000  # so that a look at all of them takes some milliseconds
 # entries together have at most 1 / SHARE_MAX of what the disk has left: others need it
 SHARE_MAX = 4
 LOOKS = 32  # a process looks at all of them once in 1 / LOOKS of the bounds
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CachedFile(NamedTuple):

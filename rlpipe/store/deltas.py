@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +27,8 @@ from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef, is_key
 from rlpipe.store.disk import link
 from rlpipe.store.documents import parse_document
+from rlpipe.store.transfer import in_order
 
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 DELTA = "delta.json"
 SUFFIX = ".xor.zst"  # of a file that is stored as a difference
 FRAME_BYTES = 8 << 20
@@ -101,7 +97,7 @@ def write_difference(base: Path, whole: Path, target: Path, width: int) -> tuple
             before, after = (os.pread(file.fileno(), FRAME_BYTES, start) for file in (base_file, whole_file))
             return before, after, *_packed(before, after, width)
 
-        for before, after, data, changed in _in_order(made, range(0, size, FRAME_BYTES)):
+        for before, after, data, changed in in_order(made, range(0, size, FRAME_BYTES), THREADS, 2 * THREADS):
             base_digest.update(before)
             digest.update(after)
             target_file.write(data)
@@ -145,7 +141,7 @@ def _apply(base: Path, difference: Path, file: DeltaFile, frame_bytes: int, targ
             data = os.pread(frames_file.fileno(), frame.bytes, ends[index] - frame.bytes)
             return _unpacked(before, data, frame.changed, file.width)
 
-        for data in _in_order(made, range(len(file.frames))):
+        for data in in_order(made, range(len(file.frames)), THREADS, 2 * THREADS):
             digest.update(data)
             target_file.write(data)
     return digest.hexdigest()
@@ -176,18 +172,3 @@ def _unpacked(before: bytes, frame: bytes, num_changed: int, width: int) -> byte
 def _numbers(data: bytes, width: int) -> npt.NDArray[np.unsignedinteger]:
     """The bytes as integers of `width` bytes; the last one is padded with zeros."""
     return np.frombuffer(data.ljust(-(-len(data) // width) * width, b"\0"), dtype=f"<u{width}")
-
-
-def _in_order(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yields `make(item)` of each item, in the order of the items.
-
-    THREADS threads compute them, and are at most `2 * THREADS` items ahead.
-    """
-    with ThreadPoolExecutor(THREADS) as pool:
-        waiting: deque[Future[Made]] = deque()
-        for item in items:
-            waiting.append(pool.submit(make, item))
-            if len(waiting) > 2 * THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()

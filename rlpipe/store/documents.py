@@ -65,7 +65,7 @@ def parse_document(
         if seal is not None and seal != sha256_of(tree):
             raise ValueError("it was changed after it was written")
         is_whole = seal is not None
-        document = _adapter(kind).validate_python(tree, extra="forbid")
+        document = adapter_for(kind).validate_python(tree, extra="forbid")
         check(document)
         return document
     except (ValueError, RecursionError) as error:
@@ -90,7 +90,8 @@ def is_sealed(data: bytes) -> bool:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter_for(kind: Any) -> TypeAdapter[Any]:
+    """What parses values of a type, made once."""
     return TypeAdapter(kind)
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from rlpipe.base.errors import StoreError
+from rlpipe.store.documents import adapter_for
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,7 @@ def facts_of(metrics: Mapping[str, Any], kind: type[Facts], folder: str) -> Fact
     malformed.
     """
     try:
-        return _adapter(kind).validate_python(metrics)
+        return adapter_for(kind).validate_python(metrics)
     except ValidationError as error:
         first = error.errors()[0]
         raise StoreError(f"the manifest in {folder} has no {first['loc'][0]} as it should ({first['msg']})") from error
-
-
-@cache
-def _adapter(kind: type[Facts]) -> TypeAdapter[Facts]:
-    return TypeAdapter(kind)

@@ -40,10 +40,9 @@ READERS = 16  # of leases, at the same time
 NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 
 
-class RunHeld(UserError):
-    """Raised when another process works on the run.
-
-    `flow_run`: the flow run that it works for, as recorded when it took the run.
+class HeldElsewhere(UserError):
+    """Raised when another process has the run. `flow_run`: the flow run that it works for, as
+    recorded when it took the run.
     """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
@@ -51,15 +50,12 @@ class RunHeld(UserError):
         self.flow_run = flow_run
 
 
-class TakenOver(UserError):
-    """Raised when another process has taken the run, because it took this one for dead.
+class RunHeld(HeldElsewhere):
+    """Raised when another process works on the run."""
 
-    `flow_run`: the flow run that the other process works for.
-    """
 
-    def __init__(self, message: str, flow_run: str = "") -> None:
-        super().__init__(message)
-        self.flow_run = flow_run
+class TakenOver(HeldElsewhere):
+    """Raised when another process has taken the run, because it took this one for dead."""
 
 
 class Lease:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import Manifest
@@ -62,19 +63,16 @@ def materialise(store: Store, ref: ArtifactRef, local_dir: Path) -> Path:
     target = local_folder(ref, local_dir)
     if target.is_dir():
         return target
-    partial = local_dir / f".{target.name}.{new_attempt()}"
-    partial.mkdir(parents=True)
     try:
-        os.rename(_whole_folder(policy, partial, local_dir), target)
+        with (
+            made_once(target) as whole,
+            TemporaryDirectory(prefix=f"{whole.name}.", dir=local_dir, ignore_cleanup_errors=True) as scratch,
+        ):
+            os.rename(_whole_folder(policy, Path(scratch), local_dir), whole)
     except StoreError as error:
         if not is_pruned(store, ref.folder):
             raise
         raise StoreError(f"{store.address(ref.folder)} was pruned; {way_to_remake(policy.manifest)}") from error
-    except OSError:
-        if not target.is_dir():  # else another process of this node was first: the same bytes
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     assert target.is_dir(), f"{target} was not materialised"
     return target
 

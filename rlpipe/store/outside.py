@@ -23,7 +23,7 @@ from rlpipe.base.hashing import sha256_of
 from rlpipe.base.references import is_key
 from rlpipe.base.values import size_text
 from rlpipe.store.artifacts import file_sha256
-from rlpipe.store.transfer import PART_BYTES, Part, parts_ahead
+from rlpipe.store.transfer import PART_BYTES, Part, RangeFile, parts_ahead
 
 if TYPE_CHECKING:
     from rlpipe.store.s3 import Bucket
@@ -72,44 +72,16 @@ class OutsideReader(io.BufferedReader):
     """
 
     def __init__(self, file: OutsideFile) -> None:
-        self._object = _Object(file)
-        super().__init__(self._object, PART_BYTES)
-
-    @property
-    def fault(self) -> OSError | None:
-        return self._object.fault
-
-
-class _Object(io.RawIOBase):
-    def __init__(self, file: OutsideFile) -> None:
-        self._file, self._at = file, 0
+        self._file = file
         self.fault: OSError | None = None
+        super().__init__(RangeFile(self._read_part, file.bytes), PART_BYTES)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        end = min(self._at + len(buffer), self._file.bytes)
-        if end <= self._at:
-            return 0
+    def _read_part(self, start: int, end: int) -> Part:
         try:
-            part = self._file.bucket.read_part(self._file.key, self._at, end)
+            return self._file.bucket.read_part(self._file.key, start, end)
         except OSError as error:
             self.fault = error
             raise
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
 
 
 def is_outside(name: str) -> bool:

@@ -7,23 +7,28 @@ machine's role.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore
+from botocore.exceptions import BotoCoreError, HTTPClientError, MetadataRetrievalError
+from botocore.exceptions import ConnectionError as NoConnection
 from botocore.session import Session
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from rlpipe.store.patience import Answer, Passing, persistently
-from rlpipe.store.remote import RemoteObjects, check_process
+from rlpipe.store.patience import PASSING_STATUSES, Answer, Passing, persistently
 from rlpipe.store.s3_address import check_address, check_key
-from rlpipe.store.transfer import PART_BYTES, PARTS
+from rlpipe.store.transfer import PART_BYTES, PARTS, PIECE_BYTES, parts_ahead, write_at
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -43,6 +48,11 @@ RETRY: RetryConfig = {
 }
 RETRY_PARTS: RetryConfig = RETRY | {"max_retries": 12, "retry_timeout": timedelta(seconds=15)}
 KEYS = timedelta(minutes=10)  # obstore asks for keys again five minutes before they end
+NO_ANSWER = NoConnection, HTTPClientError, MetadataRetrievalError  # of who has the keys
+_NOISE = re.compile(
+    r"^Generic S3 error: | in [\d.]+\S*s(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?(?=\s+-)"
+)
+_used_by: int | None = None  # the process in which the threads of obstore run
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,14 @@ class Entry(NamedTuple):
     tag: str
 
 
-class Bucket(RemoteObjects):
+class Bucket:
     """The objects below a prefix of a bucket, as a flat map of keys to bytes.
 
     Every error is an OSError, raised as late as rlpipe/store/patience.py says; FileNotFoundError
     for an object that does not exist.
     """
+
+    parts_at_once = PARTS
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -84,7 +96,7 @@ class Bucket(RemoteObjects):
         return True
 
     def size(self, key: str) -> int:
-        return self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))["size"])
+        return self.entry(key).bytes
 
     def entry(self, key: str) -> Entry:
         return self._entry(self._ask(key, lambda: obstore.head(self._clients().quick, self._path(key))))
@@ -99,6 +111,42 @@ class Bucket(RemoteObjects):
 
     def _entry(self, meta: ObjectMeta) -> Entry:
         return Entry(self._key(meta["path"]), meta["size"], meta["e_tag"] or str(meta["last_modified"]))
+
+    def read(self, key: str) -> bytes:
+        def ask() -> tuple[int, bytes | None]:
+            result = obstore.get(self._clients().quick, self._path(key))
+            size = result.meta["size"]
+            return size, bytes(result.bytes()) if size <= PART_BYTES else None
+
+        size, data = self._ask(key, ask)
+        return b"".join(parts_ahead(functools.partial(self.read_part, key), 0, size, PARTS)) if data is None else data
+
+    def read_part(self, key: str, start: int, end: int) -> memoryview:
+        """The bytes `start` to `end` of an object; fewer when it ends before."""
+
+        def ask() -> memoryview:
+            return memoryview(obstore.get_range(self._clients().quick, self._path(key), start=start, end=end))
+
+        try:
+            return self._ask(key, ask)
+        except OSError as error:
+            if " 416 " in str(error.strerror):  # it ends before `start`
+                return memoryview(b"")
+            raise
+
+    def copy_part(self, key: str, start: int, end: int, descriptor: int) -> int:
+        """Writes a part to the same place of an open file, as it arrives.
+
+        Returns the position where it ended, which is before `end` when the object is shorter.
+        """
+
+        def ask() -> int:
+            at, result = start, obstore.get(self._clients().quick, self._path(key), options={"range": (start, end)})
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                at = write_at(descriptor, piece, at)
+            return at
+
+        return self._ask(key, ask)
 
     def put(self, key: str, data: bytes) -> None:
         if len(data) > PART_BYTES:
@@ -150,8 +198,7 @@ class Bucket(RemoteObjects):
         return self._ask(key, ask)
 
     def list(self, prefix: str) -> list[str]:
-        entries = self._ask(prefix, lambda: obstore.list(self._clients().quick, self._path(prefix)).collect())
-        return [self._key(entry["path"]) for entry in entries]
+        return [entry.key for entry in self.entries(prefix)]
 
     def folders(self, prefix: str) -> list[str]:
         entries = self._ask(prefix, lambda: obstore.list_with_delimiter(self._clients().quick, self._path(prefix)))
@@ -166,17 +213,28 @@ class Bucket(RemoteObjects):
         self.delete(key)
 
     def _ask(self, key: str, ask: Callable[[], Answer]) -> Answer:
-        """As `RemoteObjects._ask`, with retries for as long as this process waits for a server."""
-        return persistently(self._address(key), lambda: super(Bucket, self)._ask(key, ask))
+        """Returns the answer of a call of obstore. Every call is made here, with retries for as
+        long as this process waits for a server.
+        """
+        return persistently(self._address(key), self._faults(key)(ask))
+
+    @contextlib.contextmanager
+    def _faults(self, key: str) -> Iterator[None]:
+        """Turns obstore's errors into OSErrors with a short text that names the object; Passing for
+        a fault that another try may not have.
+        """
+        try:
+            yield
+        except (BaseError, BotoCoreError, FileNotFoundError, ValueError) as error:  # ValueError: no key of S3
+            if isinstance(error, OSError) and error.errno:  # it is one of ours
+                raise
+            raise _as_oserror(error, self._address(key)) from None
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def _address(self, key: str) -> str:
         return f"s3://{self._bucket}/{self._path(key)}"
-
-    def _reader(self) -> S3Store:
-        return self._clients().quick
 
     def _key(self, path: str) -> str:
         return path.removeprefix(f"{self._prefix}/") if self._prefix else path
@@ -186,7 +244,7 @@ class Bucket(RemoteObjects):
 
     def _clients(self) -> _Clients:
         """The clients, made when they are first needed."""
-        check_process(self._path(""))
+        _check_process(self._path(""))
         with self._lock:
             self._opened = self._opened or _open(self._bucket)
         return self._opened
@@ -244,3 +302,39 @@ def _endpoint(session: Session) -> str | None:
     return next(
         filter(None, (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), *configured)), None
     )
+
+
+def _check_process(address: str) -> None:
+    """OSError in a process that was forked after obstore was used: obstore's threads do not exist
+    there, and a call would wait for ever.
+    """
+    global _used_by
+    if _used_by not in (None, os.getpid()):
+        raise OSError(
+            errno.ENOTSUP, "this process was forked from one that used S3; start it by exec or spawn", address
+        )
+    _used_by = os.getpid()
+
+
+def _as_oserror(error: Exception, address: str) -> OSError:
+    """The same fault as an OSError.
+
+    Its kind follows from the server's answer; for a listing, obstore gives that in the text only.
+    """
+    text, _, debug = str(error).partition("\n\nDebug source")
+    status = re.search(r"status code: (\d{3})", text)
+    causes = re.findall(r'message: "([^"]+)"', debug) or re.findall(r"HttpError {\s+kind: (\w+)", debug)
+    reason = " ".join([*_NOISE.sub("", text).split(), *(f"({cause})" for cause in causes[-1:])])
+    if "NoSuchBucket" in reason:
+        return OSError(errno.EIO, "this bucket does not exist", address)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, reason, address)
+    if isinstance(error, AlreadyExistsError):
+        return FileExistsError(errno.EEXIST, reason, address)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or " 403 " in reason:
+        return PermissionError(errno.EACCES, reason, address)
+    passes = isinstance(error, NO_ANSWER) or "HttpError {" in debug or "Server returned error response" in text
+    if status is not None:
+        # as S3 says 408
+        passes = int(status[1]) in PASSING_STATUSES or (int(status[1]) == 400 and "RequestTimeout" in reason)
+    return (Passing if passes and "builder error" not in text else OSError)(errno.EIO, reason, address)

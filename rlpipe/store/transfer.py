@@ -11,10 +11,13 @@ import io
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 Part = bytes | memoryview
 Span = tuple[int, int]  # of a file: the first byte of a part, and the end
 PART_BYTES = 8 * 1024 * 1024
@@ -30,6 +33,43 @@ class FileContent:
 
     bytes: int
     sha256: str
+
+
+class RangeFile(io.RawIOBase):
+    """A file of which any range can be read, `read_range(start, end)`; each `read` is one request.
+    pyarrow reads a file from one thread at a time.
+    """
+
+    def __init__(self, read_range: Callable[[int, int], Part], size: int) -> None:
+        super().__init__()
+        self._read_range, self._size, self._at = read_range, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        part = bytes(self._read_range(self._at, end)) if self._at < end else b""
+        self._at += len(part)
+        return part
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        part = self.read(len(buffer))
+        buffer[: len(part)] = part
+        return len(part)
 
 
 class Hashing:
@@ -91,18 +131,25 @@ def parts_ahead(read_part: Callable[[int, int], Part], start: int, end: int, at_
     if len(spans) <= 1:
         yield from (read_part(*span) for span in spans)
         return
-    with ThreadPoolExecutor(min(at_once, len(spans)), "reading") as threads:
-        waiting: deque[Future[Part]] = deque()
+    yield from in_order(lambda span: read_part(*span), spans, min(at_once, len(spans)), at_once)
+
+
+def in_order(make: Callable[[Item], Made], items: Iterable[Item], threads: int, ahead: int) -> Iterator[Made]:
+    """Yields `make(item)` of each item, in the order of the items. Threads compute them, at most
+    `ahead` items before the one that is waited for.
+    """
+    with ThreadPoolExecutor(threads, "reading") as pool:
+        waiting: deque[Future[Made]] = deque()
         try:
-            for span in spans:
-                if len(waiting) > at_once:
+            for item in items:
+                if len(waiting) > ahead:
                     yield waiting.popleft().result()
-                waiting.append(threads.submit(read_part, *span))
+                waiting.append(pool.submit(make, item))
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            for part in waiting:  # the reader needs no more of them
-                part.cancel()
+            for made in waiting:  # the reader needs no more of them
+                made.cancel()
 
 
 def fetch_parts(

@@ -100,7 +100,7 @@ async def remake_policy(
     try:
         stored = StoredAs(base, is_base=False)
         saved = await save(session, position(run, phase, iteration), attempt, rebuild, stored=stored)
-        files = saved.policy
+        files = saved.result.policy
         await saved.published.upload()
         check_same_files(manifest, wanted, files)
         await asyncio.to_thread(fetch, run.store, attempt.folder, files, target)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
@@ -25,7 +24,6 @@ STATUS_STORE = 502  # the store could not be reached
 VALUE_CHARS_MAX = 200
 RECEIVERS_MAX = 1 << 16
 ATTEMPT = re.compile("[0-9a-z]{1,32}")
-EXACT = ConfigDict(extra="forbid")
 
 Reference = Annotated[ArtifactRef, BeforeValidator(ArtifactRef.from_json)]
 
@@ -46,7 +44,6 @@ class NewAdapter:
     seed: int
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class LoadJob:
     """Loads a position, from one of: a new model, a policy (its weights, with a fresh optimizer), a
@@ -70,7 +67,6 @@ class LoadJob:
             raise ValueError("a new adapter is beside a policy")
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SaveJob:
     """Publishes the resident `position` and begins the upload: the policy, the state, the gaps of
@@ -103,7 +99,6 @@ class TrainJob:
     first_step: Annotated[int, Field(ge=0)]
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class RlJob(TrainJob):
     """The steps of one RL iteration. `reference`: the policy of the KL term; `teacher_logprobs`:
@@ -120,7 +115,6 @@ class RlJob(TrainJob):
             raise ValueError(f"settings.kl={self.settings.kl} needs a reference policy")
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SftJob(TrainJob):
     """The steps of one segment of SFT, `settings.num_steps` of them.
@@ -133,7 +127,6 @@ class SftJob(TrainJob):
     seed: int
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class TeacherJob:
     """Computes the logprobs that a frozen teacher gives to the trained tokens of a batch, and
@@ -149,7 +142,6 @@ class TeacherJob:
     top_k: int = 0
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class OffloadJob:
     """Moves what is resident off the device, until the next job of another kind."""
@@ -157,7 +149,6 @@ class OffloadJob:
     kind: Literal["offload"] = "offload"
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class OfferJob:
     """Asks for the tensors that a `SendJob` of the policy at `position` will send to this group,
@@ -168,7 +159,6 @@ class OfferJob:
     group: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
 
 
-@with_config(EXACT)
 @dataclass(frozen=True)
 class SendJob:
     """Sends the policy at `position`, which was offered to this group, to its receivers (ranks 1,
@@ -179,6 +169,13 @@ class SendJob:
     group: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
     receivers: Annotated[int, Field(ge=1, le=RECEIVERS_MAX)]
     backend: Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True)
+class UploadWait:
+    """Asks for the end of the upload of a save. No job: it is answered beside the job that runs."""
+
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
 
 
 AnyJob = LoadJob | RlJob | SftJob | SaveJob | TeacherJob | OfferJob | SendJob | OffloadJob
@@ -193,38 +190,22 @@ JOBS: dict[str, TypeAdapter[Any]] = {
     "offer": TypeAdapter(OfferJob),
     "send": TypeAdapter(SendJob),
     "offload": TypeAdapter(OffloadJob),
+    "upload": TypeAdapter(UploadWait),
 }
 
 
-class _Attempt(TypedDict):
-    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}$")]
-
-
-_ATTEMPT = TypeAdapter(_Attempt)
-
-
-def job_of(kind: str, body: bytes) -> AnyJob:
+def job_of(kind: str, body: bytes) -> Any:
     """Parses the job of a request. UserError naming the field when the body is not JSON with
     exactly the job's fields.
     """
     try:
-        return JOBS[kind].validate_json(body)
+        return JOBS[kind].validate_json(body, extra="forbid")
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         name = ".".join(map(str, fault["loc"])) or "the body"
         raise UserError(
             f"{kind}: {name}={fault['input']!r:.{VALUE_CHARS_MAX}}: {fault['msg']:.{VALUE_CHARS_MAX}}"
         ) from error
-
-
-def attempt_of(body: bytes) -> str:
-    """Parses the attempt whose upload a request waits for. UserError when the body is not
-    {"attempt": NAME}.
-    """
-    try:
-        return _ATTEMPT.validate_json(body)["attempt"]
-    except ValidationError as error:
-        raise UserError(f"upload: {error.errors(include_url=False)[0]['msg']:.{VALUE_CHARS_MAX}}") from error
 
 
 def check_place(job: AnyJob, run: str) -> None:
@@ -248,42 +229,7 @@ def check_place(job: AnyJob, run: str) -> None:
         raise UserError(f"{verb}: attempt={job.attempt!r:.{VALUE_CHARS_MAX}}: letters and digits name an attempt")
 
 
-class FileFields(TypedDict):
-    """The fields of a FileRecord."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class PlaceFields(TypedDict):
-    """The fields of a NodeDisk."""
-
-    disk: str
-    url: str
-
-
-class PartFields(TypedDict):
-    """The fields of Blocks."""
-
-    size: int
-    sha256s: list[str]
-
-
-class JobAnswer(TypedDict):
-    """A JobResult as JSON, without the fields of sending to engines."""
-
-    metrics: dict[str, Any]
-    differs: str
-    policy: list[FileFields]
-    state: list[FileFields]
-    gap: list[FileFields]
-    teacher: list[FileFields]
-    probe: dict[str, Sequence[float]]
-    warnings: list[str]
-    places: list[PlaceFields]
-    made_on: dict[str, int]
-    parts: NotRequired[dict[str, PartFields]]  # a trainer of older code has none
+SAVED = ("policy", "state", "gap")  # what a save may publish, as JobResult names it
 
 
 @dataclass(frozen=True)
@@ -304,7 +250,7 @@ class JobResult:
     gap: list[FileRecord] = field(default_factory=list)
     teacher: list[FileRecord] = field(default_factory=list)
     # the tokens, and the logprobs of the last ones
-    probe: dict[str, Sequence[float]] = field(default_factory=dict)
+    probe: dict[str, Sequence[int | float]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     offer: Offer | None = None
     # the files of weights that the sent policy would be saved in, by their plain names
@@ -315,3 +261,6 @@ class JobResult:
     made_on: dict[str, int] = field(default_factory=dict)
     # the sha256 of each part of the policy's large files, by file name
     parts: dict[str, Blocks] = field(default_factory=dict)
+
+
+RESULT: TypeAdapter[JobResult] = TypeAdapter(JobResult)

@@ -27,8 +27,7 @@ from pydantic import BaseModel
 from rlpipe.base.errors import TrainerError, UserError
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.processes.compiler import check_compiler
-from rlpipe.processes.gpus import gpu_environment
+from rlpipe.processes.gpus import check_compiler, gpu_environment
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.services.finder import Peer, ServiceFinder, StartService
 from rlpipe.services.registration import (
@@ -161,7 +160,7 @@ class TrainerProcesses:
     def _new_service(self) -> Service:
         trainer, port = self.config.trainer, free_port()
         if trainer.gpu_ids:
-            check_compiler("trainer.gpu_ids")
+            check_compiler()
         options = TrainerOptions(
             store=self.config.store,
             run=self.config.run,

@@ -61,10 +61,7 @@ class PolicyWriter:
         self.whole = ranks.scratch("saving") / job.attempt
         for needed in (self.whole, self._folder):
             needed.mkdir(parents=True, exist_ok=True)
-        self._stored: list[FileRecord] = []
-        self._files: list[DeltaFile] = []
-        self._index: dict[str, str] = {}
-        self._parts: dict[str, Blocks] = {}
+        self._own = WrittenFiles([], [], {}, {})
         self.made_on: dict[str, int] = {}  # the node of each file that is not on the first node
 
     @cached_property
@@ -77,7 +74,7 @@ class PolicyWriter:
         needs it. `tensors`: the names of its tensors; `width`: bytes per number of most of them.
         """
         base, size = self._base.get(path.name), path.stat().st_size
-        self._index |= dict.fromkeys(tensors, path.name)
+        self._own.index.update(dict.fromkeys(tensors, path.name))
         if base is not None and base.bytes == size > 0:
             self._publish_difference(base, path, width)
         else:
@@ -90,54 +87,55 @@ class PolicyWriter:
         """Gathers on all ranks what each one wrote; returns the file of each tensor. A
         collective.
         """
-        written = WRITTEN.validate_python(
-            self._ranks.gather(asdict(WrittenFiles(self._stored, self._files, self._index, self._parts)))
-        )
+        written = WRITTEN.validate_python(self._ranks.gather(asdict(self._own)))
         made_by = {
             record.name: rank // self._ranks.node_ranks for rank, part in enumerate(written) for record in part.stored
         }
         self.made_on = {name: node for name, node in made_by.items() if node}
-        self._stored = sorted((record for part in written for record in part.stored), key=lambda record: record.name)
-        self._files = sorted((file for part in written for file in part.files), key=lambda file: file.name)
-        self._parts = {name: parts for part in written for name, parts in part.parts.items()}
-        return {name: file for part in written for name, file in part.index.items()}
+        self._own = WrittenFiles(
+            sorted((record for part in written for record in part.stored), key=lambda record: record.name),
+            sorted((file for part in written for file in part.files), key=lambda file: file.name),
+            {name: file for part in written for name, file in part.index.items()},
+            {name: parts for part in written for name, parts in part.parts.items()},
+        )
+        return self._own.index
 
     def documents(self, documents: dict[str, bytes]) -> JobResult:
         """Publishes the small files and, where a file is stored as a delta, the list of how each
         file is stored. Returns the records of all files, and metrics.
         """
-        frames = [frame for file in self._files for frame in file.frames]
+        frames = [frame for file in self._own.files for frame in file.frames]
         # a policy does not depend on another one for its small files alone
         base = self._base if frames else {}
         for name, data in documents.items():
             digest = hashlib.sha256(data).hexdigest()
             if name in base and (base[name].bytes, base[name].sha256) == (len(data), digest):
-                self._files.append(DeltaFile(name, len(data), digest, "base"))
+                self._own.files.append(DeltaFile(name, len(data), digest, "base"))
             else:
                 self._add(publish_bytes(self._folder, name, data))
-        metrics: Metrics = {"checkpoint/policy_bytes": sum(file.bytes for file in self._files)}
+        metrics: Metrics = {"checkpoint/policy_bytes": sum(file.bytes for file in self._own.files)}
         if frames:
             assert self._job.base is not None, "a difference to nothing"
-            self._stored.append(
-                publish_bytes(self._folder, DELTA, sealed(Delta(self._job.base, self._files, FRAME_BYTES)))
+            self._own.stored.append(
+                publish_bytes(self._folder, DELTA, sealed(Delta(self._job.base, self._own.files, FRAME_BYTES)))
             )
-            numbers = sum(file.bytes / file.width for file in self._files if file.stored == "xor")
+            numbers = sum(file.bytes / file.width for file in self._own.files if file.stored == "xor")
             metrics["checkpoint/changed_fraction"] = sum(frame.changed for frame in frames) / numbers
-        metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._stored)
-        return JobResult(metrics, policy=self._stored, made_on=self.made_on, parts=self._parts)
+        metrics["checkpoint/stored_bytes"] = sum(record.bytes for record in self._own.stored)
+        return JobResult(metrics, policy=self._own.stored, made_on=self.made_on, parts=self._own.parts)
 
     def weights_alone(self) -> JobResult:
         """The result of a rank that publishes no small files: the records of the weights."""
-        return JobResult(policy=self._stored, made_on=self.made_on)
+        return JobResult(policy=self._own.stored, made_on=self.made_on)
 
     def _published(self, path: Path) -> FileRecord:
         """The record of a large file, the parts of which are hashed, too."""
-        record, self._parts[f"{path.parent.name}/{path.name}"] = published_in_blocks(path, PART_BYTES)
+        record, self._own.parts[f"{path.parent.name}/{path.name}"] = published_in_blocks(path, PART_BYTES)
         return record
 
     def _add(self, record: FileRecord) -> None:
-        self._stored.append(record)
-        self._files.append(DeltaFile(record.plain_name, record.bytes, record.sha256, "whole"))
+        self._own.stored.append(record)
+        self._own.files.append(DeltaFile(record.plain_name, record.bytes, record.sha256, "whole"))
 
     def _publish_difference(self, base: FileRecord, path: Path, width: int) -> None:
         target = self._folder / f"{path.name}{SUFFIX}"
@@ -148,8 +146,8 @@ class PolicyWriter:
                     break
             else:
                 raise StoreError(f"{path.name} of {self._job.base} changed on this disk while it was read")
-        self._files.append(file)
-        self._stored.append(self._published(target))
+        self._own.files.append(file)
+        self._own.stored.append(self._published(target))
 
     def _base_folders(self, base: FileRecord, scratch: Path) -> Iterator[Path]:
         """Yields folders that hold the base's file: the one kept since it was saved, then one
@@ -175,6 +173,6 @@ class PolicyWriter:
         for folder in self._ranks.scratch("kept").iterdir():
             shutil.rmtree(folder)
         if self._job.is_base:
-            self.whole.rename(self._kept(self._files))
+            self.whole.rename(self._kept(self._own.files))
         else:
             self.whole.rmdir()

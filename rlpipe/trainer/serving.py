@@ -32,7 +32,6 @@ from rlpipe.trainer.jobs import (
     STATUS_STORE,
     AnyJob,
     LoadJob,
-    attempt_of,
     check_place,
     job_of,
 )
@@ -67,7 +66,7 @@ def serve_jobs(trainer: Trainer, board: Board | None) -> None:
         message, *_ = ranks.gather(ANY_JOB.dump_python(record.job, mode="json") if record else None)
         if message is None:
             continue
-        job = ANY_JOB.validate_python(message)
+        job = ANY_JOB.validate_python(message, extra="forbid")
         status, answer = _outcome(trainer, job)
         if isinstance(job, LoadJob):
             settle_newer()
@@ -130,7 +129,7 @@ class TrainerServer(NodeServer):
         "not resident" where this trainer has not published that save.
         """
         try:
-            sending = self.uploads.of(attempt_of(body))
+            sending = self.uploads.of(job_of("upload", body).attempt)
         except UserError as error:
             return web.json_response({"error": str(error)}, status=400)
         if sending is None:
@@ -147,13 +146,9 @@ class TrainerServer(NodeServer):
         return web.json_response({"result": {}})
 
 
+@working()
 def work(argument: str) -> None:
     """Joins the process group, and serves until the parent ends. `argument`: the options, JSON."""
-    with working():
-        _work(argument)
-
-
-def _work(argument: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = TrainerOptions.model_validate_json(argument)
     clear_scratch(options)

@@ -18,8 +18,8 @@ from rlpipe.config.fields import config_fields
 from rlpipe.config.pipeline import OPERATIONAL, RETIRED, RETIRED_MARKS, PipelineConfig, marks
 from rlpipe.config.settings import CONDITIONS, USES, artifact_settings, effects
 from rlpipe.config.source import read_config
+from rlpipe.extras.imports.importing import import_files
 from rlpipe.stages.base import base_reference
-from rlpipe.stored.importing import import_files
 from tests.config.test_golden import ROOT, THEN
 from tests.declared import STAGES, stage_settings
 

@@ -202,7 +202,7 @@ def all_rollouts(folder: Folder) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.nightly  # stored/test_importing.py reads files without a pipeline
+@pytest.mark.nightly  # extras/imports/test_importing.py reads files without a pipeline
 def test_fed_from_a_file_it_is_the_same_and_the_file_is_needed_once(folder: Folder) -> None:
     path, rows = folder.path / "rollouts.parquet", all_rollouts(folder)
     path.write_bytes(to_parquet(rows, ROLLOUTS))

@@ -49,7 +49,7 @@ CORE = (
     "algorithms/test_advantages", "algorithms/test_answers", "algorithms/test_filters",
     "algorithms/test_losses", "config/test_config", "config/test_golden", "data/test_cursor",
     "data/test_sources", "engines/test_pool", "loop/test_trainer_requests", "processes/test_worker",
-    "records/test_rollout_files", "report/test_show", "rewards/test_pool", "rewards/test_registry",
+    "records/test_rollouts", "report/test_show", "rewards/test_pool", "rewards/test_registry",
     "stages/test_curriculum", "stages/test_stages", "store/test_deltas", "store/test_facts",
     "store/test_policy_files", "store/test_retention", "store/test_run", "store/test_store",
     "trainer/test_packing", "trainer/test_schedule",

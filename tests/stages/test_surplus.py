@@ -13,14 +13,14 @@ import pytest
 from rlpipe.base.values import JsonDict
 from rlpipe.engines.client import Completion
 from rlpipe.engines.pool import GroupRequest, OnGroup
+from rlpipe.extras.imports import importing
+from rlpipe.extras.imports.importing import import_prompts, import_rollouts
 from rlpipe.stages.filtering import filter_groups
 from rlpipe.stages.scoring import score
 from rlpipe.store.opening import create_or_continue
-from rlpipe.stored import importing
-from rlpipe.stored.importing import import_prompts, import_rollouts
+from tests.extras.imports.test_importing import commit_base
 from tests.rows import BATCH, CARRIED
 from tests.stages.test_oversampling import PlayedPool, World, check_iteration
-from tests.stored.test_importing import commit_base
 
 OVERSAMPLED = ["rl.oversampling=2", "rl.filters={}"]  # 8 groups are started, 4 are asked for
 

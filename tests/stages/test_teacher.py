@@ -11,9 +11,9 @@ import pytest
 from rlpipe.base.errors import UserError
 from rlpipe.checks import preflight
 from rlpipe.checks.content import Content
-from rlpipe.checks.plan import training_bytes
+from rlpipe.checks.plan import ModelSizes, training_bytes
 from rlpipe.checks.preflight import look_at
-from rlpipe.checks.tried_model import ModelSizes, TriedModel
+from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.source import override_config
 from rlpipe.loop.session import Session

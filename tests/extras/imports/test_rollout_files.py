@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
+from rlpipe.extras.imports.foreign import ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.records.columns import as_row
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import EnvironmentOutcome, Group
-from rlpipe.stored.foreign import ForeignFiles, has_no_logprobs, prompt_book
 
 GROUP = 2
 PROMPT = Prompt(

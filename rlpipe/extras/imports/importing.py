@@ -22,10 +22,12 @@ from rlpipe.config.pipeline import RUN
 from rlpipe.config.settings import artifact_settings
 from rlpipe.data.cursor import CursorPosition
 from rlpipe.data.sources import PromptSets
+from rlpipe.extras.imports.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
+from rlpipe.stages.model_source import RUN
 from rlpipe.stages.sampling import carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records
@@ -33,7 +35,6 @@ from rlpipe.store.facts import PromptsFacts, facts_of
 from rlpipe.store.opening import open_existing
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
-from rlpipe.stored.foreign import UNKNOWN_SOURCE, ForeignFiles, has_no_logprobs, prompt_book
 from rlpipe.stored.redo import stored_rounds
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,9 @@ from rlpipe.checks.preflight import preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
-from rlpipe.data.sources import load_sets
+from rlpipe.extras.imports import importing
+from rlpipe.extras.imports.checking import load_sets
+from rlpipe.extras.imports.importing import import_prompts, import_rollouts
 from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Prompt
 from rlpipe.stages.filtering import filter_groups
@@ -27,10 +29,8 @@ from rlpipe.store.backend import open_store
 from rlpipe.store.opening import create_or_continue, fork, planned_fork
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import run_names
-from rlpipe.stored import importing
-from rlpipe.stored.importing import import_prompts, import_rollouts
+from tests.extras.imports.test_rollout_files import row, write
 from tests.paths import PRESETS
-from tests.records.test_rollout_files import row, write
 from tests.rows import KEPT_REWARDS, PROMPTS, ROLLOUTS, SCORES, read_rows
 from tests.store.test_run import record_of
 
@@ -93,7 +93,7 @@ async def imported(session: Session, iteration: int) -> tuple[StageResult, Stage
 async def test_an_iteration_is_scored_and_filtered_from_what_was_imported(tmp_path: Path) -> None:
     known = [row(1, prompt="say 4 5", completion_tokens=tokens, weight_version=-2) for tokens in ([4, 5], [4, 6])]
     path = write(tmp_path / "x.parquet", rollouts(0) + known + rollouts(2, 3))
-    session = opened(tmp_path, path, 'rl.rewards={"tests.stored.test_importing:spelled" = 2.0}')
+    session = opened(tmp_path, path, 'rl.rewards={"tests.extras.imports.test_importing:spelled" = 2.0}')
     try:
         prompts, shard = await imported(session, 0)
         assert (shard.metrics["num_rollouts"], shard.metrics["num_rewards_kept"]) == (4, 2)
