@@ -127,7 +127,7 @@ def _type(schema: JsonSchemaValue, name: str = "") -> str:
         entries = schema["additionalProperties"]
         return "table" + (f" of: {_type(entries)}" if entries is not True and "type" in entries else "")
     words = name.rsplit(".", 1)[-1].split("_")
-    unit = next((UNITS[word] for word in reversed(words) if word in UNITS), "")
+    unit = next((UNITS[word] for word in reversed(words) if word in UNITS and "per" not in words), "")
     return TYPES[schema["type"]] + (f" ({unit})" if unit and schema["type"] in ("integer", "number") else "")
 
 
