@@ -11,6 +11,9 @@ A field has one name, `section.field`, everywhere:
 | command line | `--set rl.group_size=16` (the value is TOML, or plain text; `none` is no value) |
 | Prefect's UI | `{"rl.group_size": 16}` in `changes`, or the form |
 
+A TOML file may begin with `extends = "tiny"`: its values are laid over those of a preset, or of
+another file ([presets.md](presets.md#profiles-dev-staging-prod)).
+
 A data set is a `[[data]]` table in TOML. Elsewhere its fields are `data.NAME.field`, with the
 `name` of the data set; data sets of one name (one for `rl`, one for `evaluation`) are set together.
 
