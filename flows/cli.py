@@ -9,23 +9,23 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from flows.cli_extras import chat, gate, serve, sql, view, why
+from flows.cli_extras import chat, compare, gate, serve, sql, view, why
 from flows.cli_search import search_command
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
-from flows.printing import echo, echo_all, fail
+from flows.printing import AsJson, echo, echo_all, echo_report, fail
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.checks.plan import plan_lines
+from rlpipe.checks.plan import PlannedWork, plan_lines, planned_work
 from rlpipe.config.fields import field_lines
-from rlpipe.report.show import compare_lines, iteration_lines, run_lines, show_lines
+from rlpipe.report.show import iteration_report, iterations_report, runs_report
 from rlpipe.store import audit
 from rlpipe.store.lease import acquire, write_off
 from rlpipe.store.opening import open_existing
@@ -101,8 +101,26 @@ Lost = Annotated[
 Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, policy, state, evaluation, ...")]
 
 
+@dataclass(frozen=True)
+class PlanReport:
+    """What would start where, and what is wrong. `work`: its sizes; `plan`, `read`: lines on where
+    it runs, and on what was read and the memory, disk and time that it needs.
+    """
+
+    work: PlannedWork
+    plan: list[str]
+    read: list[str]
+    warnings: list[str]
+    faults: list[str]
+
+    def lines(self) -> list[str]:
+        """All lines, faults last."""
+        warnings, faults = [f"WARNING {text}" for text in self.warnings], [f"FAULT {text}" for text in self.faults]
+        return [*self.plan, *self.read, *warnings, *faults]
+
+
 @app.command()
-def plan(source: Source, sets: Sets = None) -> None:
+def plan(source: Source, sets: Sets = None, as_json: AsJson = False) -> None:
     """Show what would start where, and all that is wrong (exit code 2). Starts no run.
 
     It prints sizes, steps and memory, and what was read.
@@ -110,12 +128,12 @@ def plan(source: Source, sets: Sets = None) -> None:
     from rlpipe.checks.preflight import look_at
 
     config = config_of(source, sets)
-    echo_all(plan_lines(config))
-    findings = look_at(config)
-    echo_all(findings.lines)
-    echo_all(f"WARNING {warning}" for warning in findings.warnings)
-    echo_all(f"FAULT {fault}" for fault in findings.faults)
-    if findings.faults:
+    echo("reading its data, trying its rewards and its model (large data sets take minutes)", err=True)
+    seen = look_at(config)
+    read = [line for text in seen.lines for line in text.splitlines()]
+    report = PlanReport(planned_work(config), plan_lines(config), read, seen.warnings, seen.faults)
+    echo_report(report, as_json=as_json)
+    if report.faults:
         raise typer.Exit(2)
 
 
@@ -129,9 +147,9 @@ def fields(
 
 
 @app.command()
-def runs(store: StoreUrl = STORE) -> None:
+def runs(as_json: AsJson = False, store: StoreUrl = STORE) -> None:
     """List the runs of a store: state, progress, newest reward and when that was committed."""
-    echo_all(run_lines(readable_store(store)))
+    echo_report(runs_report(readable_store(store)), as_json=as_json)
 
 
 @app.command()
@@ -139,19 +157,13 @@ def show(
     run: str,
     iteration: Annotated[int | None, typer.Option(help="one iteration: its metrics and rollouts")] = None,
     rows: Annotated[int, typer.Option(help="rollouts shown")] = 16,
+    as_json: AsJson = False,
     store: StoreUrl = STORE,
 ) -> None:
     """A run's iterations, or the metrics and rollouts of one."""
     shown = open_existing(readable_store(store), run)
-    echo_all(show_lines(shown) if iteration is None else iteration_lines(shown, iteration, rows))
-
-
-@app.command()
-def compare(a: str, b: str, store: StoreUrl = STORE) -> None:
-    """Two runs side by side: the settings that differ, their newest metrics,
-    evaluations before and after RL."""
-    opened = readable_store(store)
-    echo_all(compare_lines(open_existing(opened, a), open_existing(opened, b)))
+    report = iterations_report(shown) if iteration is None else iteration_report(shown, iteration, rows)
+    echo_report(report, as_json=as_json)
 
 
 @app.command()
@@ -164,16 +176,29 @@ def files(run: str, kind: Kind, store: StoreUrl = STORE) -> None:
     echo_all(opened.address(key) for key in audit.files(open_existing(opened, run), kind))
 
 
+@dataclass(frozen=True)
+class VerifyReport:
+    """The number of a run's artifacts, and what is wrong with them."""
+
+    run: str
+    artifacts: int
+    faults: list[str]
+
+    def lines(self) -> list[str]:
+        """A line for each fault, then the counts."""
+        counts = f"{self.run}: {self.artifacts} artifacts, {len(self.faults)} faults"
+        return [*(f"FAULT {fault}" for fault in self.faults), counts]
+
+
 @app.command()
-def verify(run: str, store: StoreUrl = STORE) -> None:
+def verify(run: str, as_json: AsJson = False, store: StoreUrl = STORE) -> None:
     """Re-hash every artifact of a run; exit code 1 on any fault."""
     try:
         count, faults = audit.verify(open_existing(readable_store(store), run))
     except (ConfigRefused, StoreError) as error:
         # of its record, without which nothing of it can be found
         count, faults = 0, str(error).splitlines()
-    echo_all(f"FAULT {fault}" for fault in faults)
-    echo(f"{run}: {count} artifacts, {len(faults)} faults")
+    echo_report(VerifyReport(run, count, faults), as_json=as_json)
     if faults:
         raise typer.Exit(1)
 
@@ -217,7 +242,7 @@ def automations(
     echo_all(lines)
 
 
-for command in (sql, view, why, gate, serve, chat):
+for command in (compare, sql, view, why, gate, serve, chat):
     app.command()(command)
 add_service_commands(app)
 for registered in app.registered_commands:

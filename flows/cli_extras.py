@@ -1,4 +1,4 @@
-"""Commands of extras: `rlpipe view`, `sql`, `why`, `gate`, `serve` and `chat`."""
+"""Commands of extras: `rlpipe view`, `sql`, `compare`, `why`, `gate`, `serve` and `chat`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
 
 from flows.cli_services import STORE, Sets, StoreUrl, readable_store
-from flows.printing import echo, echo_all, echo_part
+from flows.printing import AsJson, Report, echo, echo_all, echo_part, echo_report
 from flows.stopping import run_unless_stopped
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.extras import COMMANDS, ENGINES, opened
@@ -85,20 +86,37 @@ def sql(
         )
 
 
-def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second = None, store: StoreUrl = STORE) -> None:
+def compare(a: str, b: str, as_json: AsJson = False, store: StoreUrl = STORE) -> None:
+    """Two runs side by side: the settings that differ, their newest metrics,
+    evaluations before and after RL."""
+    side_by_side: Callable[[Run, Run], Report] = opened(COMMANDS["compare"], "compare")
+    stored = readable_store(store)
+    echo_report(side_by_side(open_existing(stored, a), open_existing(stored, b)), as_json=as_json)
+
+
+def why(
+    run: str,
+    at: AtIteration = None,
+    prove: Prove = False,
+    second: Second = None,
+    as_json: AsJson = False,
+    store: StoreUrl = STORE,
+) -> None:
     """Rank the changes around an iteration by how much of the reward's change they explain.
 
     Exit code 4 when no cause is found.
     """
-    stored = open_existing(readable_store(store), run)
+    if prove and as_json:
+        raise UserError("--prove --json: a fork prints as it runs; leave out --prove, and run the report's own command")
+    stored, show = open_existing(readable_store(store), run), partial(echo_report, as_json=as_json)
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave out --at and --prove")
-        compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(COMMANDS["why --second"], "why")
-        is_named = compare(stored, second, echo_all)
+        rescore: Callable[[Run, str, Callable[[Report], None]], bool] = opened(COMMANDS["why --second"], "why")
+        is_named = rescore(stored, second, show)
     else:
         explain: Callable[..., bool] = opened(COMMANDS["why"], "why")
-        is_named = explain(stored, at, _run_rlpipe if prove else None, echo_all)
+        is_named = explain(stored, at, _run_rlpipe if prove else None, show, echo_all)
     if not is_named:
         raise typer.Exit(NO)
 
@@ -107,7 +125,7 @@ def gate(
     run: str,
     version: Annotated[int | None, typer.Option(metavar="K", help="weight version, by default the newest")] = None,
     against: Annotated[str, typer.Option(help="base, run:NAME, run:NAME@K or champion; by default as configured")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="the whole report as JSON")] = False,
+    as_json: AsJson = False,
     sets: Sets = None,
     store: StoreUrl = STORE,
 ) -> None:
@@ -116,9 +134,9 @@ def gate(
     --set evaluation.gate_... gives other rules. Exit code 4 when one does not hold.
     """
     stored = open_existing(readable_store(store), run)
-    passed, lines = opened(COMMANDS["gate"], "gate")(stored, version, against, sets or [], as_json)
-    echo_all(lines)
-    if not passed:
+    report = opened(COMMANDS["gate"], "gate")(stored, version, against, sets or [])
+    echo_report(report, as_json=as_json)
+    if not report.passed:
         raise typer.Exit(NO)
 
 

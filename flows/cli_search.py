@@ -12,7 +12,7 @@ import typer
 from flows.cli_services import STORE, StoreUrl, checked_store
 from flows.cli_start import Started, iteration_of, on_server
 from flows.early_server import server_beside
-from flows.printing import echo
+from flows.printing import AsJson, beside_json, echo_report
 from flows.server import set_defaults
 from rlpipe.base.errors import UserError
 from rlpipe.config.extras import COMMANDS, opened
@@ -37,6 +37,7 @@ def search_command(
     rungs: Rungs = "5,10,20",
     keep: Keep = 0.5,
     name: Annotated[str | None, typer.Option(help="of the search, and of its forks; by default RUN-search")] = None,
+    as_json: AsJson = False,
     store: StoreUrl = STORE,
 ) -> None:
     """Find the best settings for a run by successive halving over its forks.
@@ -58,12 +59,10 @@ def search_command(
         return lambda: search(plan.name, run, plan.at, plan.vary, plan.rungs, keep, by, store)
 
     config = parent.config.model_copy(update={"run": plan.name, "store": store})
-    with server_beside(config) as early:
+    with beside_json(as_json), server_beside(config) as early:
         winner, _ = on_server(config, early, load)
-    echo(
-        f"\nsearch {plan.name}: the winner is run {winner} ({', '.join(plan.candidates[winner])}). For more iterations:"
-        f" {way_to_resume(config.model_copy(update={'run': winner}))} --set rl.num_iterations=N"
-    )
+    more = f"{way_to_resume(config.model_copy(update={'run': winner}))} --set rl.num_iterations=N"
+    echo_report(plan.outcome(parent.store, more), as_json=as_json)
 
 
 def varied(entry: str) -> tuple[str, list[str]]:

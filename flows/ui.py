@@ -188,7 +188,8 @@ def _group_table(group: TrainedGroup) -> list[str]:
     for rollout in group.rollouts[:ROLLOUTS_SHOWN]:
         turns = group.turns_of(rollout)
         said = transcript(turns) if len(turns) > 1 else rollout.completion
-        texts = " | ".join(_literal(text) for text in (parts_text(rollout), rollout.finish_reason, said))
+        parts = parts_text(rollout.reward_parts, rollout.reward_fault)
+        texts = " | ".join(_literal(text) for text in (parts, rollout.finish_reason, said))
         lines.append(f"| {rollout.reward:.4g} | {rollout.advantage:.4g} | {texts} |")
     return lines
 
@@ -233,7 +234,8 @@ async def publish_report(session: Session, total: int, gate_failed: str | None =
     if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # the plan is shorter than the committed run
         await restore_policy(session, version=total)
     folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
-    compared, evaluated = await asyncio.to_thread(lambda: (before_after(run, total), evaluations(run, total)))
+    evaluated = await asyncio.to_thread(evaluations, run, total)
+    compared = before_after(evaluated)
     lineage = await asyncio.to_thread(policy_tags, run, total)
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
     facts: Facts = {"policy": folder, "weight_version": total}
@@ -274,7 +276,7 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     evaluated = await asyncio.to_thread(evaluations, run, done)
     newest = with_errors(evaluated[-1][1] if evaluated else {})
     lines = [f"  {name:32s} {value}" for name, value in sorted(newest.items())]
-    lines = await asyncio.to_thread(before_after, run, done) or lines or ["  no evaluation yet"]
+    lines = before_after(evaluated) or lines or ["  no evaluation yet"]
     title = f"# {run.name} waits for an approval before {before}"
     await _show(
         f"{_key(session)}-approval",

@@ -34,6 +34,11 @@ NOT_HERE: dict[str, dict[str, str]] = {
         ".venv/bin/python speak.py": "asks what the block above trained: e2e/test_smollm2.py does it with its own run",
         ".venv/bin/python -m pip": "the user's own GGUF file: data/test_gguf.py, e2e/test_smollm2.py import real ones",
     },
+    "docs/presets.md": {
+        ".venv/bin/rlpipe run examples/profiles": (
+            "minutes of training: README runs the same preset, and config/test_presets.py reads the profiles"
+        )
+    },
     "docs/nights.md": {
         ".venv/bin/rlpipe automations": (
             "a notification block of the user's own: e2e/test_nights.py applies them with one"

@@ -62,8 +62,8 @@ class Folder:
     inside: tuple[str, ...] = ()
     tracked: bool = False
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`rlpipe ARGUMENTS` in a process group of its own."""
+    def start(self, *arguments: str, stdout: Path | None = None) -> subprocess.Popen[str]:
+        """`rlpipe ARGUMENTS` in a process group of its own. `stdout`: a file for it alone."""
         home = {}
         if "HOME" not in self.environment:  # a PREFECT_HOME has the database
             home["PREFECT_HOME"] = str(self.path / "prefect")
@@ -71,18 +71,18 @@ class Folder:
                 new_home(self.path / "prefect")
         environment = {**os.environ, **home, **self.environment}
         log = (self.path / "output.log").open("a")
-        with log:
+        with log, log if stdout is None else stdout.open("w") as out:
             process = subprocess.Popen([*self.inside, str(BIN / "rlpipe"), *arguments],
-                                       cwd=self.path, env=environment, stdout=log,
-                                       stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+                                       cwd=self.path, env=environment, stdout=out,
+                                       stderr=log, text=True, start_new_session=True)  # fmt: skip
         STARTED.append(process)
         return process
 
-    def rlpipe(self, *arguments: str) -> tuple[int, str]:
-        """Exit code and output of `rlpipe ARGUMENTS`."""
+    def rlpipe(self, *arguments: str, stdout: Path | None = None) -> tuple[int, str]:
+        """Exit code and output of `rlpipe ARGUMENTS`; as `start`."""
         log = self.path / "output.log"
         before = log.stat().st_size if log.exists() else 0
-        process = self.start(*arguments)
+        process = self.start(*arguments, stdout=stdout)
         try:
             code = process.wait(timeout=PIPELINE_S)
         finally:

@@ -205,43 +205,75 @@ def process_lines(config: PipelineConfig) -> list[str]:
     return lines if config.engines_here else [*lines, "  on each sampling node: rlpipe host --store STORE --run RUN"]
 
 
+@dataclass(frozen=True)
+class PlannedWork:
+    """The sizes that follow from a config. `rollouts`: of an iteration; `started`, `shards` and
+    `tokens_max`: of a sampling round, 0 where nothing is sampled for training.
+    """
+
+    trainer_ranks: int
+    engines: int
+    reward_workers: int
+    sft_steps: int
+    sft_segments: int
+    iterations: int
+    steps: int  # of RL, of the optimizer
+    rollouts: int
+    started: int
+    shards: int
+    tokens_max: int
+
+
+def planned_work(config: PipelineConfig) -> PlannedWork:
+    """The sizes of a run."""
+    sft, rl, trainer, engines = config.sft, config.rl, config.trainer, config.engines
+    started = 0 if rl.rollouts_from else rl.round_groups * rl.group_size
+    return PlannedWork(
+        trainer_ranks=trainer.ranks * trainer.nodes,
+        engines=engines.count * engines.nodes if config.samples else 0,
+        reward_workers=rl.reward_workers,
+        sft_steps=sft.num_steps,
+        sft_segments=sft.num_segments,
+        iterations=rl.num_iterations,
+        steps=rl.num_iterations * rl.num_steps,
+        rollouts=rl.num_prompts * rl.group_size,
+        started=started,
+        shards=-(-rl.round_groups // rl.shard_prompts) if started else 0,
+        tokens_max=started * rl.completion_tokens_max,
+    )
+
+
 def plan_lines(config: PipelineConfig) -> list[str]:
-    """The whole plan as lines of text."""
-    sft, rl = config.sft, config.rl
-    rollouts, started = rl.num_prompts * rl.group_size, rl.round_groups * rl.group_size
-    segments = -(-sft.num_steps // sft.segment_steps)
-    shards = -(-rl.round_groups // rl.shard_prompts)
-    tokens = started * rl.completion_tokens_max
+    """The processes and the work of a run as lines of text."""
+    sft, rl, work = config.sft, config.rl, planned_work(config)
     sampled = []
     if rl.rollouts_from:
         but = " but evaluations" if config.sets("evaluation") else ""
         iteration = f"rollouts from {rl.rollouts_from}; nothing is sampled{but}"
     else:
         iteration = (
-            f"rollouts in {shards} shards, {started:,} started, at most {tokens:,} tokens sampled a round,"
-            f" {rl.rounds_max} rounds at most"
+            f"rollouts in {work.shards} shards, {work.started:,} started, at most {work.tokens_max:,} tokens sampled a"
+            f" round, {rl.rounds_max} rounds at most"
         )
-        sampled = [f"in all: at most {tokens * rl.num_iterations * rl.rounds_max:,} tokens sampled"]
-    engines = config.engines.count * config.engines.nodes if config.samples else 0
+        sampled = [f"in all: at most {work.tokens_max * rl.num_iterations * rl.rounds_max:,} tokens sampled"]
     return [
-        f"processes: 1 flow, {config.trainer.ranks * config.trainer.nodes} trainer ranks, "
-        f"{engines} engines, {rl.reward_workers} reward workers"
-        + (f", {rl.reward_workers} environment workers" if rl.environment else "")
+        f"processes: 1 flow, {work.trainer_ranks} trainer ranks, {work.engines} engines, {work.reward_workers} reward"
+        " workers"
+        + (f", {work.reward_workers} environment workers" if rl.environment else "")
         + (f", at most {rl.agents_max} agents" if rl.agent else ""),
         *process_lines(config),
-        f"SFT: {sft.num_steps} steps x {sft.batch_size} conversations, {segments} segments of {sft.segment_steps}",
         (
-            f"RL: {rl.num_iterations} iterations x {rl.num_steps} steps = {rl.num_iterations * rl.num_steps} optimizer"
-            " steps"
+            f"SFT: {work.sft_steps} steps x {sft.batch_size} conversations, {work.sft_segments} segments of"
+            f" {sft.segment_steps}"
         ),
-        f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {rollouts:,} {iteration}",
+        f"RL: {work.iterations} iterations x {rl.num_steps} steps = {work.steps} optimizer steps",
+        f"  an iteration: {rl.num_prompts} prompts x {rl.group_size} = {work.rollouts:,} {iteration}",
         (
-            f"  a step: {rollouts // rl.num_steps:,} rollouts; training state every {config.checkpoint.state_every}"
-            " iterations"
+            f"  a step: {work.rollouts // rl.num_steps:,} rollouts; training state every"
+            f" {config.checkpoint.state_every} iterations"
         ),
         *overlap_lines(rl),
         *sampled,
-        *(f"WARNING {line}" for line in warning_lines(config)),
     ]
 
 

@@ -46,7 +46,7 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
         check_carried(fork)
     if config.rl.rollouts_from and not redo and last >= 0:
         opened(IMPORTS["check"], f"rl.rollouts_from={config.rl.rollouts_from!r}")(run)
-    for line in [*warning_lines(config), *findings.warnings]:
+    for line in findings.warnings:
         log.warning("%s", line)
     hand_over(config, content.sets)
     _passed.add(sha256_of(config.model_dump(mode="json")))
@@ -83,7 +83,8 @@ def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findin
     """Checks all that a config names, in order, also after a fault; for a `run`, what it still
     needs. `data`: True when data sets are needed.
     """
-    findings, config, runs = Findings([], [], []), content.config, content.runs
+    config, runs = content.config, content.runs
+    findings = Findings([], warning_lines(config), [])
     rl = config.rl
     progress = None if run is None else Progress(run)
     has_base, has_sft = (progress is not None and progress.has_base), (progress is not None and progress.sft_complete)

@@ -32,6 +32,7 @@ WHY = ("why", ("scipy",))
 COMMANDS = {
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
+    "compare": Extra(f"{ROOM}.compare.report:compare_report"),
     "gate": Extra(f"{ROOM}.gate.command:judge_stored", *GATE),
     "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),

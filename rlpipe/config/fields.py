@@ -11,6 +11,9 @@ A field has one name, `section.field`, everywhere:
 | command line | `--set rl.group_size=16` (the value is TOML, or plain text; `none` is no value) |
 | Prefect's UI | `{"rl.group_size": 16}` in `changes`, or the form |
 
+A TOML file may begin with `extends = "tiny"`: its values are laid over those of a preset, or of
+another file ([presets.md](presets.md#profiles-dev-staging-prod)).
+
 A data set is a `[[data]]` table in TOML. Elsewhere its fields are `data.NAME.field`, with the
 `name` of the data set; data sets of one name (one for `rl`, one for `evaluation`) are set together.
 
@@ -127,7 +130,7 @@ def _type(schema: JsonSchemaValue, name: str = "") -> str:
         entries = schema["additionalProperties"]
         return "table" + (f" of: {_type(entries)}" if entries is not True and "type" in entries else "")
     words = name.rsplit(".", 1)[-1].split("_")
-    unit = next((UNITS[word] for word in reversed(words) if word in UNITS), "")
+    unit = next((UNITS[word] for word in reversed(words) if word in UNITS and "per" not in words), "")
     return TYPES[schema["type"]] + (f" ({unit})" if unit and schema["type"] in ("integer", "number") else "")
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlpipe.config.affects import Added
+
 # rows are split evenly over threads, as a row could otherwise be computed by another code path
 LOCAL_THREADS = (1, 2, 4, 8, 16)
 # by class, the fields that a form shows first, as people change them; then come the section's own
@@ -71,6 +73,12 @@ class BudgetConfig(BaseModel, **STRICT):
     rollout_tokens: int = Field(default=0, ge=0, description="Most tokens sampled for training; 0: no bound")
     gpu_h: Bound = Field(
         default=0.0, description="Most GPU hours of committed work: the trainer's, in RL the engines' too; 0: no bound"
+    )
+    price_per_gpu_h: Annotated[Bound, Added(0.0)] = Field(
+        default=0.0, description="Price of a GPU hour, in any currency; 0: none"
+    )
+    cost: Annotated[Bound, Added(0.0)] = Field(
+        default=0.0, description="Most that the GPU hours of committed work cost, in that currency; 0: no bound"
     )
 
 

@@ -377,11 +377,14 @@ def _of_places_and_limits(config: Sections) -> Iterator[str]:
             f"{stop.kl_max=}: no KL to a reference is computed; set rl.kl (with rl.kl_coef = 0 it changes nothing), or"
             " use stop.proximal_kl_max"
         )
-    if budget.gpu_h and not (trainer.gpu_ids or engines.gpu_ids):
-        yield (
-            f"{budget.gpu_h=}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so no GPU hour is ever spent; use"
-            " budget.wall_clock_h"
-        )
+    for name, bound in (("gpu_h", budget.gpu_h), ("cost", budget.cost)):
+        if bound and not (trainer.gpu_ids or engines.gpu_ids):
+            yield (
+                f"budget.{name}={bound}: no GPU is in trainer.gpu_ids or engines.gpu_ids, so no GPU hour is ever"
+                " spent; use budget.wall_clock_h"
+            )
+    if budget.cost and not budget.price_per_gpu_h:
+        yield f"{budget.cost=}: a GPU hour has no price, so nothing is ever spent; set budget.price_per_gpu_h"
 
 
 def _of_what_is_kept(config: Sections) -> Iterator[str]:

@@ -38,7 +38,31 @@ def read_config(source: str, overrides: list[str], presets: Path) -> PipelineCon
 
 
 def _read(source: str, presets: Path) -> JsonDict:
-    """The content of a TOML file, a preset or another file. UserError when it cannot be read."""
+    """The values of a preset or another file, laid over those of the one that it `extends`, and so
+    on. UserError when one of them cannot be read.
+    """
+    path = _path(source, presets)
+    layers = {path.resolve(): _content(path)}
+    while (base := layers[path.resolve()].pop("extends", None)) is not None:
+        origin = f"{path}: extends={base!r}"
+        if not isinstance(base, str):
+            raise UserError(f"{origin}: name one preset, or one file that ends in .toml")
+        try:
+            path = _path(str(path.parent / base) if base.endswith(".toml") else base, presets)
+        except (UserError, OSError) as error:
+            raise UserError(f"{origin}: {error}") from error
+        if path.resolve() in layers:
+            circle = " -> ".join(file.name for file in [*layers, path])
+            raise UserError(f"{origin}: makes a circle ({circle}); remove one `extends`")
+        layers[path.resolve()] = _content(path)
+    tree: JsonDict = {}
+    for layer in reversed(layers.values()):
+        _lay_over(tree, layer)
+    return tree
+
+
+def _path(source: str, presets: Path) -> Path:
+    """The path of a preset or another file. UserError when there is none."""
     path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
     if not path.is_file() and path.parent != presets:
         raise UserError(f"{source}: there is no such file")
@@ -46,6 +70,11 @@ def _read(source: str, presets: Path) -> JsonDict:
         known = sorted(preset.stem for preset in presets.glob("*.toml"))
         near = did_you_mean(difflib.get_close_matches(source.removesuffix(".toml"), known, cutoff=0.5))
         raise UserError(f"{source!r} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}")
+    return path
+
+
+def _content(path: Path) -> JsonDict:
+    """The content of a TOML file. UserError when it cannot be read."""
     try:
         if (size := path.stat().st_size) > FILE_BYTES_MAX:
             raise UserError(
@@ -57,6 +86,20 @@ def _read(source: str, presets: Path) -> JsonDict:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # also for too many digits or brackets
         raise UserError(f"{path}: not TOML ({error})") from error
+
+
+def _lay_over(tree: JsonDict, layer: JsonDict) -> None:
+    """Puts the values of `layer` into the tree: tables key by key, all else in place of what was
+    there.
+    """
+    pending = [(tree, layer)]
+    while pending:  # no recursion: a file may nest deeper than Python's stack
+        below, above = pending.pop()
+        for key, value in above.items():
+            if isinstance(value, dict) and isinstance(below.get(key), dict):
+                pending.append((below[key], value))
+            else:
+                below[key] = value
 
 
 def check(tree: JsonDict, context: str | JsonDict = "") -> PipelineConfig:

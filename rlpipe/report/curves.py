@@ -331,8 +331,7 @@ def with_errors(metrics: Metrics) -> dict[str, str]:
     return {name: f"{metrics[name]:.3f}{errors.get(name, '')}" for name in metrics if not name.endswith(STDERR)}
 
 
-def before_after(run: Run, num_iterations: int) -> list[str]:
+def before_after(points: Evaluations) -> list[str]:
     """One line per evaluation metric: at the start of RL (without
     RL: before SFT), and at the end."""
-    points = evaluations(run, num_iterations)
     return [f"  {name:32s} {change}" for name, change in evaluation_changes(points).items()] if len(points) > 1 else []

@@ -1,4 +1,6 @@
-"""Runs, iterations and rollouts of a store as lines of text; two runs side by side."""
+"""Reports on what is in a store: its runs, the iterations of one, the rollouts of an iteration.
+Each is a record, whose `lines` are for people.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.base.manifests import IterationRecord, moment_of
+from rlpipe.base.manifests import BestReward, IterationRecord, moment_of
 from rlpipe.base.printable import printable
-from rlpipe.config.pipeline import identity
+from rlpipe.base.values import Metrics
 from rlpipe.records.columns import read_table
-from rlpipe.records.prompt import Prompt
+from rlpipe.records.prompt import Messages, Prompt
 from rlpipe.records.rollout import Group, Rollout, grouped
-from rlpipe.report.curves import before_after, evaluation_changes, evaluations
+from rlpipe.report.curves import before_after, evaluations
 from rlpipe.report.stored_turns import Turns, turns_to_show
 from rlpipe.store.approvals import awaited_gate
 from rlpipe.store.artifacts import read_cached, read_manifest, read_records
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import forked_from
 from rlpipe.store.lease import held_by
-from rlpipe.store.limits import reason_to_stop, untrained
+from rlpipe.store.limits import Untrained, reason_to_stop, untrained
 from rlpipe.store.opening import open_existing
 from rlpipe.store.progress import Progress
 from rlpipe.store.pruned import pruned_folders
@@ -46,42 +48,53 @@ TABLE_COLUMNS = [
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The progress of a run. `newest`: the record of its newest iteration; `ended_at`: when that,
-    or without RL a segment of SFT, was committed.
+    """The progress of a run, by the config of its last start, which may plan more than it was
+    created with. `reward`: the mean of the newest iteration; `ended_at`: when that, or without RL a
+    segment of SFT, was committed.
     """
 
-    run: Run  # with the config of its last start, which may plan more than it was created with
-    segments: int
-    num_segments: int
-    committed: int
-    newest: IterationRecord | None
-    ended_at: datetime | None
+    run: str
     # working, held on HOST, waits for an approval (GATE), complete, trained nothing, stopped by
     # WHAT, unfinished
     state: str
+    segments: int
+    num_segments: int
+    iterations: int
+    num_iterations: int
+    reward: float | None
+    best: BestReward | None
+    curve: list[list[float | int]]  # [iteration, mean reward], thinned
+    ended_at: datetime | None
+    forked_from: str  # empty for a run that is no fork
 
     @property
-    def reward(self) -> float | None:
-        """The mean reward of the newest iteration."""
-        return self.newest.metrics.get(REWARD) if self.newest else None
+    def line(self) -> str:
+        return (
+            f"SFT segments {self.segments}/{self.num_segments}  RL iterations {self.iterations}/{self.num_iterations} "
+            f" reward {NOTHING if self.reward is None else f'{self.reward:.3f}'} "
+            f" {f'{self.ended_at:%Y-%m-%d %H:%M}' if self.ended_at else NOTHING}  {self.state}"
+            + (f"  forked from {self.forked_from}" if self.forked_from else "")
+        )
 
 
-def run_lines(store: Store) -> list[str]:
-    """One line a run: its progress, its newest reward and commit, its state, and the run that it
-    was forked from.
+@dataclass(frozen=True)
+class RunsReport:
+    """The progress of each run of a store. `unread`: by name, the reason why a run of another
+    version, or a damaged one, cannot be read.
     """
-    summaries = run_summaries(store).items()
-    lines = [
-        f"{name:32s} {_run_line(summary) if isinstance(summary, RunSummary) else summary}"
-        for name, summary in summaries
-    ]
-    return lines or [f"no runs in {store.url}"]
+
+    store: str
+    runs: list[RunSummary]
+    unread: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """One line a run."""
+        by_name = {summary.run: summary.line for summary in self.runs} | self.unread
+        return [f"{name:32s} {by_name[name]}" for name in sorted(by_name)] or [f"no runs in {self.store}"]
 
 
-def run_summaries(store: Store) -> dict[str, RunSummary | str]:
-    """The progress of each run of a store, by name; for a run of another version, or a damaged one,
-    the reason why it cannot be read.
-    """
+def runs_report(store: Store) -> RunsReport:
+    """The progress of each run of a store, by name."""
 
     def summary(name: str) -> RunSummary | str:
         try:
@@ -91,7 +104,10 @@ def run_summaries(store: Store) -> dict[str, RunSummary | str]:
 
     names = run_names(store)
     with ThreadPoolExecutor(READERS, "reading") as threads:
-        return dict(zip(names, threads.map(summary, names), strict=True))
+        summaries = dict(zip(names, threads.map(summary, names), strict=True))
+    runs = [entry for entry in summaries.values() if isinstance(entry, RunSummary)]
+    unread = {name: entry for name, entry in summaries.items() if isinstance(entry, str)}
+    return RunsReport(store.url, runs, unread)
 
 
 def run_summary(run: Run) -> RunSummary:
@@ -109,18 +125,10 @@ def run_summary(run: Run) -> RunSummary:
     ended = finished if complete and committed >= planned else _stopped(run, segments, committed)
     gate = awaited_gate(run, ended != UNFINISHED) if run.config.approval and has_trained else None
     state = held_by(run.store, run.root) or (f"waits for an approval ({gate})" if gate else ended)
-    return RunSummary(run, segments, num_segments, committed, record, ended_at, state)
-
-
-def _run_line(summary: RunSummary) -> str:
-    run, reward, ended_at = summary.run, summary.reward, summary.ended_at
-    number = math.nan if reward is None else reward
-    shown = f"{number:.3f}" if summary.newest else NOTHING
-    return (
-        f"SFT segments {summary.segments}/{summary.num_segments}  RL iterations"
-        f" {summary.committed}/{run.config.rl.num_iterations}  reward {shown} "
-        f" {f'{ended_at:%Y-%m-%d %H:%M}' if ended_at else NOTHING}  {summary.state}"
-        + (f"  forked from {forked_from(run)}" if run.parent else "")
+    reward, best, curve = (record.metrics.get(REWARD), record.best, record.curve) if record else (None, None, [])
+    parent = forked_from(run) if run.parent else ""
+    return RunSummary(
+        run.name, state, segments, num_segments, committed, planned, reward, best, curve, ended_at, parent
     )
 
 
@@ -132,56 +140,156 @@ def _stopped(run: Run, segments: int, committed: int) -> str:
     return f"stopped by {reason.split('=')[0]}" if reason else UNFINISHED
 
 
-def show_lines(run: Run) -> list[str]:
-    """The iterations of a run, one line each (`pruned`: without the files of its policy), and
-    before/after.
+@dataclass(frozen=True)
+class IterationRow:
+    """A committed iteration. `is_pruned`: without the files of its policy."""
+
+    iteration: int
+    weight_version: int
+    ended_at: str
+    is_pruned: bool
+    metrics: Metrics
+
+    @property
+    def line(self) -> str:
+        reward, passed, kept, length = (self.metrics.get(name, math.nan) for name in (REWARD, *SHOWN))
+        return (
+            f"{self.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f}  {self.weight_version:7d}"
+            + ("  pruned" if self.is_pruned else "")
+        )
+
+
+@dataclass(frozen=True)
+class IterationsReport:
+    """The committed iterations of a run. `sft_segment`: of `sft_segments` the one that RL starts
+    from, by its validation loss; both None without validation. `evaluations`: by weight version, -1
+    is the model before SFT.
     """
+
+    run: str
+    store: str
+    untrained: Untrained
+    iterations: list[IterationRow]
+    sft_segment: int | None
+    sft_segments: int | None
+    evaluations: dict[int, Metrics]
+
+    def lines(self) -> list[str]:
+        """One line an iteration, then the first evaluation and the last."""
+        lines = [
+            f"run {self.run} in {self.store}: {len(self.iterations)} iterations committed",
+            *([str(self.untrained)] if self.untrained.num else []),
+            "iteration  reward   pass  groups  length  version",
+            *(row.line for row in self.iterations),
+        ]
+        if self.sft_segments is not None:
+            lines.append(
+                f"SFT: of {self.sft_segments} segments number {self.sft_segment} has the lowest validation loss, and is"
+                " what RL starts from"
+            )
+        return lines + before_after([*self.evaluations.items()])
+
+
+def iterations_report(run: Run) -> IterationsReport:
+    """The iterations of a run, its evaluations, and the segment of SFT that RL starts from."""
     progress = Progress(run)
     records, pruned = progress.iterations(progress.num_iterations), pruned_folders(run)
-    lines = [
-        f"run {run.name} in {run.store.url}: {len(records)} iterations committed",
-        *([str(skipped)] if (skipped := untrained(run, records[-1] if records else None)).num else []),
-        "iteration  reward   pass  groups  length  version",
+    rows = [
+        IterationRow(
+            record.iteration,
+            record.weight_version,
+            record.ended_at,
+            run.folder("rl", record.iteration, "policy") in pruned,
+            record.metrics,
+        )
+        for record in records
     ]
-    for record in records:
-        reward, passed, kept, length = (record.metrics.get(name, math.nan) for name in (REWARD, *SHOWN))
-        lines.append(
-            f"{record.iteration:9d}  {reward:6.3f} {passed:6.3f}  {kept:6.0f}  {length:6.1f} "
-            f" {record.weight_version:7d}"
-            + ("  pruned" if run.folder("rl", record.iteration, "policy") in pruned else "")
-        )
-    if run.config.sft.validated and progress.sft_complete:
-        segment, trained = run.sft_result()
-        lines.append(
-            f"SFT: of {trained} segments number {segment} has the lowest validation loss, and is what RL starts from"
-        )
-    return lines + before_after(run, len(records))
+    validated = run.config.sft.validated and progress.sft_complete
+    segment, segments = run.sft_result() if validated else (None, None)
+    skipped, evaluated = untrained(run, records[-1] if records else None), dict(evaluations(run, len(records)))
+    return IterationsReport(run.name, run.store.url, skipped, rows, segment, segments, evaluated)
 
 
-def iteration_lines(run: Run, iteration: int, rows_max: int) -> list[str]:
-    """The metrics of one iteration, and its rollouts group by group; a line for each turn where
-    there are several.
-    """
+@dataclass(frozen=True)
+class RolloutRow:
+    """A rollout that an iteration trained on."""
+
+    rollout_index: int
+    reward: float | None
+    reward_parts: dict[str, float]
+    reward_fault: str
+    advantage: float
+    finish_reason: str
+    completion: str
+    turns: Messages
+
+    def lines(self) -> list[str]:
+        """One line, and one for each turn where there are several."""
+        text = repr(self.completion) if len(self.turns) == 1 else f"{len(self.turns)} turns"
+        turns = [f"{turn['role']:>16s}: {turn['content']!r}" for turn in self.turns if len(self.turns) > 1]
+        scored = f"{self.reward:6.3f}  {self.advantage:9.3f}  {self.finish_reason:6s}"
+        return [f"{scored}  {text}  ({parts_text(self.reward_parts, self.reward_fault)})", *turns]
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A group that an iteration trained on. `answer`: the reference; empty without one."""
+
+    group_index: int
+    prompt_id: str
+    prompt: str
+    answer: str
+    rollouts: list[RolloutRow]
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """The metrics of one iteration, and some of its rollouts."""
+
+    run: str
+    iteration: int
+    weight_version: int
+    ended_at: str
+    metrics: Metrics
+    groups: list[GroupRow]
+
+    def lines(self) -> list[str]:
+        """The metrics, then the rollouts group by group."""
+        lines = [f"{name:40s} {value:.6g}" for name, value in sorted(self.metrics.items())]
+        lines += ["", "reward  advantage  finish  completion  (reward parts)"]
+        for group in self.groups:
+            lines.append(f"group {group.group_index}: {group.prompt!r}, answer {group.answer!r}")
+            lines += [line for rollout in group.rollouts for line in rollout.lines()]
+        return lines
+
+
+def iteration_report(run: Run, iteration: int, rows_max: int) -> IterationReport:
+    """One iteration, with at most `rows_max` rollouts. UserError when it is not committed."""
     record = run.iteration(iteration)
     if record is None:
         raise UserError(
             f"--iteration {iteration}: not committed in run {run.name}; rlpipe show {run.name} lists what is"
         )
-    lines = [f"{name:40s} {value:.6g}" for name, value in sorted(record.metrics.items())]
-    lines += ["", "reward  advantage  finish  completion  (reward parts)"]
-    rows_left = rows_max
+    groups, rows_left = list[GroupRow](), rows_max
     for answer, group, turns_of in trained_groups(run, record):
         if rows_left <= 0:
             break
-        lines.append(f"group {group[0].group_index}: {group[0].prompt!r}, answer {answer!r}")
-        for rollout in group[:rows_left]:
-            scored = f"{rollout.reward:6.3f}  {rollout.advantage:9.3f}  {rollout.finish_reason:6s}"
-            turns = turns_of(rollout)
-            text = repr(rollout.completion) if len(turns) == 1 else f"{len(turns)} turns"
-            lines.append(f"{scored}  {text}  ({parts_text(rollout)})")
-            lines += [f"{turn['role']:>16s}: {turn['content']!r}" for turn in turns if len(turns) > 1]
+        rows = [
+            RolloutRow(
+                rollout.rollout_index,
+                rollout.reward,
+                rollout.reward_parts,
+                rollout.reward_fault,
+                rollout.advantage,
+                rollout.finish_reason,
+                rollout.completion,
+                turns_of(rollout),
+            )
+            for rollout in group[:rows_left]
+        ]
+        groups.append(GroupRow(group[0].group_index, group[0].prompt_id, group[0].prompt, answer, rows))
         rows_left -= len(group)
-    return lines
+    return IterationReport(run.name, iteration, record.weight_version, record.ended_at, record.metrics, groups)
 
 
 class TrainedGroup(NamedTuple):
@@ -225,10 +333,9 @@ def rollout_table(run: Run, iteration: int) -> str:
     return printable(text.getvalue())
 
 
-def parts_text(rollout: Rollout) -> str:
-    """The parts of a rollout's reward. Example: exact 1, format 0.5."""
-    parts = [f"{name} {value:g}" for name, value in rollout.reward_parts.items()]
-    return ", ".join(parts + ([f"fault {rollout.reward_fault}"] if rollout.reward_fault else []))
+def parts_text(parts: Metrics, fault: str) -> str:
+    """The parts of a rollout's reward, and its fault. Example: exact 1, format 0.5."""
+    return ", ".join([*(f"{name} {value:g}" for name, value in parts.items()), *([f"fault {fault}"] if fault else [])])
 
 
 def text_line(text: str) -> str:
@@ -237,59 +344,19 @@ def text_line(text: str) -> str:
     return line if len(line) <= LINE_CHARS_MAX else f"{line[: LINE_CHARS_MAX - 1]}…"
 
 
-def compare_lines(first: Run, second: Run) -> list[str]:
-    """A table with a column a run: settings that differ, metrics of the newest iterations,
-    evaluations before and after RL.
-    """
-    runs = [first, second]
-    settings = _rows([flat_settings(identity(run.config)) for run in runs])
-    rows = [
-        ["", first.name, second.name],
-        ["forked from", *(forked_from(run) if run.parent else NOTHING for run in runs)],
-        ["iterations committed", *(str(Progress(run).num_iterations) for run in runs)],
-        [],
-        ["settings that differ"],
-        *(row for row in settings if row[1] != row[2]),
-        [],
-        ["metrics of the newest iteration"],
-        *_rows([_newest_metrics(run) for run in runs]),
-        [],
-        ["evaluation, before -> after RL"],
-        *_rows([evaluation_changes(evaluations(run, Progress(run).num_iterations)) for run in runs]),
-    ]
-    widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(3)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
-
-
-def _rows(sides: list[dict[str, str]]) -> list[list[str]]:
-    return [[f"  {name}", *(side.get(name, NOTHING) for side in sides)] for name in sorted({*sides[0], *sides[1]})]
-
-
-def _newest_metrics(run: Run) -> dict[str, str]:
-    """The newest metrics without the evaluation, which not every iteration has, and without
-    times.
-    """
-    count = Progress(run).num_iterations
-    record = run.iteration(count - 1) if count else None
-    metrics = record.metrics if record else {}
-    return {
-        name: f"{value:.6g}" for name, value in metrics.items() if name.startswith(("rollout/", "train/", "spent/"))
-    }
-
-
-def flat_settings(value: Any, name: str = "") -> dict[str, str]:
+def flat_settings(value: Any, name: str = "") -> dict[str, Any]:
     """Nested settings by their dotted names, entries of lists by their number.
 
-    Example: {"data.2.rows_max": "600"}.
+    Example: {"data.2.rows_max": 600}.
     """
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if not isinstance(value, dict) or not value:
-        return {name: str(value)}
+        return {name: value}
     return {
-        key: text
+        key: setting
         for part, inner in value.items()
-        for key, text in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
+        for key, setting in flat_settings(inner, f"{name}.{part}".lstrip(".")).items()
     }
 
 

@@ -15,7 +15,7 @@ from rlpipe.base.values import JsonDict, Metrics
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import now
 from rlpipe.records.rollout import CarriedRollout, Group, is_finished
-from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, gpus_held, own_record, spent_before
+from rlpipe.store.limits import add_iteration, add_untrained, best_so_far, cost, gpus_held, own_record, spent_before
 
 CURVE_POINTS_MAX = 64
 # points that are never thinned: report/reward.py finds a fall of the reward by them
@@ -72,6 +72,7 @@ def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef],
     artifacts = artifacts | {stage: artifact[0] for stage, artifact in beside.items() if artifact is not None}
     metrics = metrics | time_metrics(session, iteration, metrics)
     metrics |= add_iteration(spent_before(run, iteration), metrics, gpus_held(run.config, "rl"))
+    metrics |= cost(run.config, metrics)
     metrics |= add_untrained(run, iteration, metrics["train/num_tokens"])
     return IterationRecord(
         run=run.name,

@@ -8,14 +8,14 @@ iteration 10. A fork counts its own iterations, not its parent's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rlpipe.base.manifests import BestReward, IterationRecord, moment_of
 from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.run import Run
 
-SECONDS, TOKENS, GPU_SECONDS = "spent/wall_clock_s", "spent/rollout_tokens", "spent/gpu_s"
+SECONDS, TOKENS, GPU_SECONDS, COST = "spent/wall_clock_s", "spent/rollout_tokens", "spent/gpu_s", "spent/cost"
 UNTRAINED = "train/iterations_untrained"  # of a run's own iterations so far
 HOUR_S = 3600.0
 
@@ -68,6 +68,12 @@ def add_iteration(before: Metrics, metrics: Metrics, gpus: int) -> Metrics:
     }
 
 
+def cost(config: PipelineConfig, spent: Metrics) -> Metrics:
+    """The price of all GPU hours in `spent`, by the config of this start; empty without a price."""
+    price = config.budget.price_per_gpu_h
+    return {COST: round(spent[GPU_SECONDS] / HOUR_S * price, 6)} if price else {}
+
+
 def best_so_far(previous: IterationRecord | None, iteration: int, reward: float) -> BestReward:
     """The best mean reward up to an iteration, and its iteration.
 
@@ -76,7 +82,8 @@ def best_so_far(previous: IterationRecord | None, iteration: int, reward: float)
     return previous.best if previous and previous.best.reward >= reward else BestReward(iteration, reward)
 
 
-class Untrained(NamedTuple):
+@dataclass(frozen=True)
+class Untrained:
     """The number of a run's own iterations in which no token was trained, and the number of all its
     own.
     """
@@ -134,11 +141,12 @@ def reason_to_stop(run: Run, phase: str, done: int) -> str:
 
 def over_budget(config: PipelineConfig, spent: Metrics) -> str:
     """The first budget that is used up, and what to do; empty when none is."""
-    budget = config.budget
+    budget, price = config.budget, config.budget.price_per_gpu_h
     for name, limit, used, unit in (
         ("wall_clock_h", budget.wall_clock_h, spent[SECONDS] / HOUR_S, "h"),
         ("rollout_tokens", budget.rollout_tokens, spent[TOKENS], "tokens"),
         ("gpu_h", budget.gpu_h, spent[GPU_SECONDS] / HOUR_S, "GPU hours"),
+        ("cost", budget.cost, cost(config, spent).get(COST, 0.0), f"at {price:g} a GPU hour"),
     ):
         if limit and used >= limit:
             return f"budget.{name}={limit:g} is spent ({used:.6g} {unit}); raise it and start the run again."

@@ -240,6 +240,19 @@ def test_a_plan_of_what_is_not_here_is_printed_with_its_faults(
     assert "FAULT model.path='Qwen/" in output
 
 
+@pytest.mark.usefixtures("folder", "untried_model")
+def test_a_plan_as_json_has_sizes_as_numbers_and_its_faults_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ended = CliRunner().invoke(app, ["plan", "gsm8k-0.5b", "--json", "--set", "rl.num_iterations=3"])
+    assert ended.exit_code == 2 and ended.stdout.count("\n") == 1, ended.output
+    report = json.loads(ended.stdout)
+    config = read_config("gsm8k-0.5b", [], PRESETS)
+    assert report["work"]["iterations"] == 3 and report["work"]["steps"] == 3 * config.rl.num_steps
+    assert report["work"]["rollouts"] == config.rl.num_prompts * config.rl.group_size
+    assert any(fault.startswith("data.gsm8k.source=gsm8k/train.jsonl: no such file") for fault in report["faults"])
+    assert any(line.startswith("processes: 1 flow") for line in report["plan"]) and "reading its data" in ended.stderr
+
+
 FRACTIONS = [f"data.{name}.heldout_fraction=0.4" for name in ("words", "short_words", "all_words")]
 
 

@@ -13,7 +13,7 @@ from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.plan import plan_lines
 from rlpipe.config.pipeline import PipelineConfig, identity
-from rlpipe.config.source import override_config, read_config
+from rlpipe.config.source import change_config, override_config, read_config
 from tests.deadlines import DEADLINE_S
 from tests.declared import RL_KINDS, stage_settings
 from tests.paths import PRESETS
@@ -147,6 +147,47 @@ def test_an_unknown_preset_lists_the_known(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("not toml [")
     with pytest.raises(UserError, match="not TOML"):
         read_config(str(tmp_path / "x.toml"), [], PRESETS)
+
+
+def test_a_file_is_laid_over_what_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "more.toml").write_text(
+        'extends = "tiny"\nseed = 3\n[rl]\nclip_high = 0.4\nrewards = { math = 2.0 }\n'
+    )
+    (tmp_path / "mine.toml").write_text(
+        'extends = "bases/more.toml"\nseed = 4\n[rl]\nnum_iterations = 5\n'
+        '[[data]]\nname = "words"\nuse = "rl"\nsource = "reasoning_gym:spell_backward"\n[sft]\nnum_steps = 0\n'
+    )
+    tiny, config = read_config("tiny", [], PRESETS), read_config(str(tmp_path / "mine.toml"), ["rl.top_p=0.5"], PRESETS)
+    assert (config.seed, config.rl.clip_high, config.rl.num_iterations, config.rl.top_p) == (4, 0.4, 5, 0.5)
+    assert config.rl.rewards == {"math": 2.0, **tiny.rl.rewards}, "tables are merged key by key"
+    assert [data.name for data in config.data] == ["words"], "arrays of tables are replaced whole"
+    assert config.model == tiny.model and config.rl.num_prompts == tiny.rl.num_prompts
+    assert "extends" not in config.model_dump()
+    changed = change_config(tiny, {"preset": str(tmp_path / "mine.toml")}, PRESETS)
+    assert changed.rl.clip_high == 0.4
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": 'extends = "b.toml"', "b": 'extends = "c.toml"', "c": 'extends = "b.toml"'},
+         r"c\.toml: extends='b\.toml': makes a circle \(a\.toml -> b\.toml -> c\.toml -> b\.toml\); remove one"),
+        ({"a": 'extends = "a.toml"'}, r"a\.toml: extends='a\.toml': makes a circle \(a\.toml -> a\.toml\)"),
+        ({"a": 'extends = "b.toml"'}, r"a\.toml: extends='b\.toml': .*b\.toml: there is no such file"),
+        ({"a": 'extends = "tny"'}, r"a\.toml: extends='tny': 'tny' is neither a preset .*; did you mean tiny\?"),
+        ({"a": 'extends = ["tiny"]'}, r"a\.toml: extends=\['tiny'\]: name one preset, or one file"),
+        ({"a": 'extends = "b.toml"', "b": "not toml ["}, r"b\.toml: not TOML"),
+        ({"a": 'extends = "b.toml"', "b": 'extends = "tiny"\n[rl]\nclip_hihg = 1'}, r"rl\.clip_hihg=1: no such field"),
+        ({"a": 'extends = "tiny"\n[rl]\nextends = "tiny"'}, r"rl\.extends='tiny': no such field"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_extended_is_refused_in_one_line(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    with pytest.raises(UserError, match=message) as told:
+        read_config(str(tmp_path / "a.toml"), [], PRESETS)
+    assert "\n" not in str(told.value)
 
 
 def test_overrides_reach_fields_lists_and_named_data_sets() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.checks.plan import plan_lines
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
@@ -45,6 +45,16 @@ def text_of(messages: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_valid_and_can_be_planned(name: str) -> None:
     assert "rollouts" in "\n".join(plan_lines(read_config(name, [], PRESETS)))
+
+
+def test_the_profiles_train_one_thing_in_three_places() -> None:
+    tiny, dev, staging, prod = (
+        read_config(source, [], PRESETS)
+        for source in ("tiny", *(str(ROOT / f"examples/profiles/{name}.toml") for name in ("dev", "staging", "prod")))
+    )
+    assert identity(staging) == identity(prod) == identity(tiny) != identity(dev), "a dev run is shorter"
+    assert len({config.store for config in (tiny, dev, staging, prod)}) == 4
+    assert (prod.evaluation.gate_against, prod.evaluation.gate_at_most_below) == ("champion", {"words_greedy": 0.1})
 
 
 def test_nodes_of_a_large_trainer_each_hold_a_whole_copy() -> None:

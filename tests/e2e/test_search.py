@@ -41,8 +41,12 @@ def test_a_killed_search_ends_with_the_same_winner(folder: Folder) -> None:
     there = "runs/killed-1/rl/00001/scores"  # the first candidate is trained, the second at work
     until(lambda: store.list(there), folder.said, running=killed, within_s=PIPELINE_S, look_s=0.05)
     kill_group(killed)
-    code, output = folder.rlpipe(*search(folder, "killed"))
+    report = folder.path / "report.json"
+    code, output = folder.rlpipe(*search(folder, "killed"), "--json", stdout=report)
     assert code == 0, output[-3000:]
     assert decided(folder, "killed") == decided(folder, "whole")
+    told = json.loads(report.read_text())  # it is all that went to stdout
+    assert told["winner"] == winner.replace("whole", "killed") and told["winner"] in output
+    assert [rung["iterations"] for rung in told["decisions"]] == [1, 2] and len(told["candidates"]) == 2
     twins = [folder.final_sha256(winner.replace("whole", name), 3) for name in ("whole", "killed")]
     assert twins[0] == twins[1]

@@ -173,7 +173,7 @@ def test_what_the_prefect_server_fails_is_one_line_that_says_to_start_again(erro
 
 @pytest.mark.usefixtures("unbound")
 def test_sigterm_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "run_lines", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(cli, "runs_report", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     ended = CliRunner().invoke(cli.app, ["runs"])
     assert (ended.exit_code, ended.output) == (143, "rlpipe: stopped\n")
 
@@ -206,7 +206,7 @@ async def stands():
         print("begun", flush=True)
         waits()
 
-cli.run_lines = lambda _: run_flow(FLOW())
+cli.runs_report = lambda _: run_flow(FLOW())
 sys.argv = ["rlpipe", "runs"]
 cli.app()
 """  # noqa: E501

@@ -40,6 +40,7 @@ CONFIG: dict[str, str] = {  # --set -> what is named
     "checkpoint.state_every=0": "checkpoint.state_every", "evaluation.pass_threshold=nan": "evaluation.pass_threshold",
     "evaluation.every=-1": "evaluation.every",
     "budget.wall_clock_h=-1": "budget.wall_clock_h", "budget.gpu_h=nan": "budget.gpu_h",
+    "budget.cost=-1": "budget.cost", "budget.price_per_gpu_h=inf": "budget.price_per_gpu_h", "extends=tiny": "extends",
     "stop.kl_max=inf": "stop.kl_max", "approval=['x']": "approval",
     "store=file://host/path": "store=", "store=s3://b/x?y": "store=", "store=s3://b/x#y": "store=",
     "store=gs://b": "store=", "store=''": "store",
@@ -70,6 +71,8 @@ CONFIG: dict[str, str] = {  # --set -> what is named
 
 FILES: dict[str, bytes] = {  # a config file that is none
     "empty braces": b"{}", "JSON": b'{"rl": 1}', "cut": b"[rl]\nclip_high =", "binary": b"\xff\xfe\x00",
+    "extends a number": b"extends = 3", "extends nothing": b"extends = ''", "extends a folder": b"extends = '/.toml'",
+    "extends a zero byte": b'extends = "\\u0000.toml"', "extends a long name": b"extends = '%b.toml'" % (b"x" * 5000),
     "a key twice": b"[rl]\nclip_high=1\nclip_high=2\n",
     "a section twice": b"[rl]\n[rl]\n", "brackets": b"a = " + b"[" * 5000,
     "a list of sections": b"[[rl]]\nclip_high=0.2\n", "an unknown section": b"[rls]\nx=1\n",

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlpipe.base.hashing import canonical_json, sha256_of
 from rlpipe.config.source import override_config
-from rlpipe.report.show import iteration_lines, run_lines, show_lines
+from rlpipe.report.show import iteration_report, iterations_report, runs_report
 from rlpipe.store import audit, lease
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import SEAL, sealed
@@ -252,9 +252,9 @@ def readers(store: Store) -> dict[str, Callable[[], Any]]:
     return {
         "verify a": lambda: audit.verify(open_existing(store, "a"))[1],
         "verify b": lambda: audit.verify(open_existing(store, "b"))[1],
-        "runs": lambda: run_lines(store),
-        "show b": lambda: show_lines(open_existing(store, "b")),
-        "show a --iteration 1": lambda: iteration_lines(open_existing(store, "a"), 1, 9),
+        "runs": lambda: runs_report(store).lines(),
+        "show b": lambda: iterations_report(open_existing(store, "b")).lines(),
+        "show a --iteration 1": lambda: iteration_report(open_existing(store, "a"), 1, 9).lines(),
         "gc a": lambda: audit.unreferenced(open_existing(store, "a")),
         "files b": lambda: audit.files(open_existing(store, "b"), "policy"),
         "run a": resume,

@@ -41,7 +41,9 @@ def test_a_config_of_a_page_is_taken(page: str) -> None:
         tree = tomllib.loads((ROOT / "flows" / "presets" / "tiny.toml").read_text())
         tree["model"]["context_tokens_max"] = 2048  # room for the completions of the pages
         for name, value in tomllib.loads(block).items():
-            if isinstance(value, dict):
+            if name == "extends":
+                assert value == "tiny", f"{page}: a block that extends something else is not valid over tiny"
+            elif isinstance(value, dict):
                 tree[name] = {**tree.get(name, {}), **value}
             else:
                 tree[name] = [*tree["data"], *value] if name == "data" else value

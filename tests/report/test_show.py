@@ -26,11 +26,10 @@ from rlpipe.report.curves import draw_curves
 from rlpipe.report.show import (
     TABLE_COLUMNS,
     TABLE_ROWS,
-    compare_lines,
-    iteration_lines,
+    iteration_report,
+    iterations_report,
     rollout_table,
-    run_lines,
-    show_lines,
+    runs_report,
     trained_groups,
 )
 from rlpipe.store import audit, holder, lease
@@ -70,19 +69,19 @@ def commit_iteration(run: Run, iteration: int, metrics: JsonDict, **artifacts: A
 
 def test_a_run_has_a_state_a_reward_and_the_date_of_its_newest_commit(store: Store) -> None:
     run = without_sft(store, "budget.rollout_tokens=10")
-    assert run_lines(store)[0].endswith("RL iterations 0/2  reward -  -  unfinished")
+    assert runs_report(store).lines()[0].endswith("RL iterations 0/2  reward -  -  unfinished")
     held = lease.acquire(store, run.root)
-    assert run_lines(store)[0].endswith("  working")
+    assert runs_report(store).lines()[0].endswith("  working")
     held.release()
     commit_iteration(
         run, 0, {"rollout/reward_mean": 0.25, "spent/wall_clock_s": 1.0, "spent/rollout_tokens": 10, "spent/gpu_s": 0.0}
     )
-    line = run_lines(store)[0]
+    line = runs_report(store).lines()[0]
     assert "SFT segments 0/0  RL iterations 1/2  reward 0.250  2026-03-0" in line and line.endswith(
         "  stopped by budget.rollout_tokens"
     )
     commit_iteration(run, 1, {"rollout/reward_mean": 0.5})
-    assert "reward 0.500" in run_lines(store)[0] and run_lines(store)[0].endswith("  complete")
+    assert "reward 0.500" in runs_report(store).lines()[0] and runs_report(store).lines()[0].endswith("  complete")
 
 
 def test_a_run_is_as_far_as_its_last_start_plans(local: Store) -> None:
@@ -98,27 +97,27 @@ def test_a_run_is_as_far_as_its_last_start_plans(local: Store) -> None:
         (["rl.num_iterations=1"], "RL iterations 2/1 .* complete"),
     ]:
         record_start(local, override_config(run.config, sets))
-        assert re.search(f"{said}$", run_lines(local)[0]), (sets, run_lines(local))
+        assert re.search(f"{said}$", runs_report(local).lines()[0]), (sets, runs_report(local).lines())
     record_start(local, override_config(run.config, ["rl.num_iterations=5"]))
     local.put(start_key("a"), b"{}")
-    assert "start.json is damaged" in run_lines(local)[0]
+    assert "start.json is damaged" in runs_report(local).lines()[0]
 
 
 def test_a_run_that_waits_for_a_person_says_so(local: Store) -> None:
     run = without_sft(local, 'approval=["rl", "register"]', "budget.rollout_tokens=10")
     held = lease.acquire(local, run.root)
-    assert run_lines(local)[0].endswith("  working")
+    assert runs_report(local).lines()[0].endswith("  working")
     held.release()
-    assert run_lines(local)[0].endswith("  waits for an approval (rl)")
+    assert runs_report(local).lines()[0].endswith("  waits for an approval (rl)")
     approve(run, "rl", "a flow run")
-    assert run_lines(local)[0].endswith("  unfinished") and not is_awaited(run, "rl")
+    assert runs_report(local).lines()[0].endswith("  unfinished") and not is_awaited(run, "rl")
     spent = {"spent/wall_clock_s": 1.0, "spent/rollout_tokens": 10, "spent/gpu_s": 0.0}
     commit_iteration(run, 0, {"rollout/reward_mean": 0.25, **spent})
-    assert run_lines(local)[0].endswith("  waits for an approval (register)")  # of what a budget stopped
+    assert runs_report(local).lines()[0].endswith("  waits for an approval (register)")  # of what a budget stopped
     commit_iteration(run, 1, {"rollout/reward_mean": 0.5})
-    assert run_lines(local)[0].endswith("  waits for an approval (register)")
+    assert runs_report(local).lines()[0].endswith("  waits for an approval (register)")
     approve(run, "register", "a flow run")
-    assert run_lines(local)[0].endswith("  complete")
+    assert runs_report(local).lines()[0].endswith("  complete")
 
 
 def test_a_run_whose_holder_died_is_unfinished_and_one_of_another_host_is_held(
@@ -130,10 +129,10 @@ def test_a_run_whose_holder_died_is_unfinished_and_one_of_another_host_is_held(
         f"lease.acquire(open_store({local.url!r}), 'runs/a'); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
-    assert run_lines(local)[0].endswith("  unfinished")
+    assert runs_report(local).lines()[0].endswith("  unfinished")
     here = holder.socket.gethostname()
     monkeypatch.setattr(holder.socket, "gethostname", lambda: "elsewhere")
-    assert run_lines(local)[0].endswith(f"  held on {here}")
+    assert runs_report(local).lines()[0].endswith(f"  held on {here}")
 
 
 def test_a_run_of_another_version_does_not_hide_the_others(local: Store) -> None:
@@ -145,7 +144,7 @@ def test_a_run_of_another_version_does_not_hide_the_others(local: Store) -> None
     local.put("runs/old/run.json", canonical_json(record))
     strange = create_or_continue(tiny(local, "run=strange", "sft.num_steps=0"))
     local.put(strange.iteration_key(0), b"{}")
-    lines = run_lines(local)
+    lines = runs_report(local).lines()
     assert (
         "unfinished" in lines[0]
         and "this version refuses rl.of_another_version" in lines[1]
@@ -160,7 +159,7 @@ def test_the_number_of_reads_does_not_grow_with_the_run(local: Store, monkeypatc
     reads: list[str] = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda self, key: reads.append(key) or read(self, key))
-    assert "RL iterations 40/1000" in run_lines(local)[0]
+    assert "RL iterations 40/1000" in runs_report(local).lines()[0]
     assert len(reads) <= 5
 
 
@@ -179,7 +178,7 @@ def test_rollouts_are_shown_with_their_answer_whatever_round_it_is_of(store: Sto
     rows[0]["reward_fault"] = "timeout"
     batch = commit_rows(run, 0, "batch/round-1", "batch.parquet", to_parquet(rows, BATCH))
     commit_iteration(run, 0, {"rollout/reward_mean": 0.5}, prompts=prompts[-1], batch=batch)
-    lines = iteration_lines(run, 0, rows_max=3)
+    lines = iteration_report(run, 0, rows_max=3).lines()
     assert lines[-5] == "group 0: 'prompt 0', answer 'answer 0'"
     assert lines[-4].endswith("'<answer>x</answer>'  (exact 1, format 0.5, fault timeout)")
     record = run.iteration(0)
@@ -237,21 +236,62 @@ def test_an_iteration_that_trained_nothing_has_an_empty_table_and_is_counted(loc
     empty = commit_rows(run, 0, "batch/round-0", "batch.parquet", to_parquet([], BATCH))
     commit_iteration(run, 0, {UNTRAINED: 1, "rollout/reward_mean": 0.0}, batch=empty)
     assert rollout_table(run, 0).splitlines() == [",".join(TABLE_COLUMNS)]
-    assert show_lines(run)[1] == "nothing was trained in 1 of 1 iterations"
+    assert iterations_report(run).lines()[1] == "nothing was trained in 1 of 1 iterations"
     commit_iteration(run, 1, {UNTRAINED: 2, "rollout/reward_mean": 0.0}, batch=empty)
-    assert run_lines(local)[0].endswith("  trained nothing")
+    assert runs_report(local).lines()[0].endswith("  trained nothing")
 
 
-def test_two_runs_are_compared_by_what_differs(local: Store) -> None:
+def asked(store: Store, *arguments: str, code: int = 0) -> JsonDict:
+    """The JSON document of a command, which is all that it prints."""
+    ended = CliRunner().invoke(cli.app, [*arguments, "--json", "--store", store.url])
+    assert ended.exit_code == code and ended.stdout.isascii() and ended.stdout.count("\n") == 1, ended.output
+    return json.loads(ended.stdout)
+
+
+def test_runs_and_show_as_json_have_numbers_and_all_metrics(local: Store) -> None:
     run = without_sft(local)
-    commit_iteration(run, 0, {"rollout/reward_mean": 0.25, "time/iteration_s": 7.0})
-    child = fork(run, 0, override_config(run.config, ["run=b", "rl.clip_high=0.4", "rl.rewards={exact = 1.0}"]))
-    commit_iteration(child, 1, {"rollout/reward_mean": 0.5})
-    rows = [line.split() for line in compare_lines(run, child)]
-    assert rows[:3] == [["a", "b"], ["forked", "from", "-", "a", "at", "0"], ["iterations", "committed", "1", "2"]]
-    assert ["rl.clip_high", "0.28", "0.4"] in rows and ["rl.rewards.format", "0.0", "-"] in rows
-    assert ["rollout/reward_mean", "0.25", "0.5"] in rows
-    assert not any(row and row[0] in ("rl.clip_low", "time/iteration_s") for row in rows)
+    metrics = {"rollout/reward_mean": 0.25, "spent/cost": 1.5, "evaluation/words_greedy": 0.5}
+    commit_iteration(run, 0, metrics)
+    local.put("runs/old/run.json", b"{}")
+    report = asked(local, "runs")
+    (summary,) = report["runs"]
+    assert (summary["run"], summary["state"], summary["reward"]) == ("a", "unfinished", 0.25)
+    assert (summary["iterations"], summary["num_iterations"], summary["segments"]) == (1, 2, 0)
+    assert summary["best"] == {"iteration": 0, "reward": 0.25} and summary["ended_at"].startswith("20")
+    assert report["store"] == local.url and list(report["unread"]) == ["old"]
+    report = asked(local, "show", "a")
+    (iteration,) = report["iterations"]
+    assert iteration["metrics"] == metrics and iteration["weight_version"] == 1 and not iteration["is_pruned"]
+    assert report["untrained"] == {"num": 0, "of": 1} and report["evaluations"] == {"1": {"words_greedy": 0.5}}
+
+
+def test_an_iteration_as_json_has_its_rollouts_whatever_is_in_them(local: Store) -> None:
+    run, evil = without_sft(local), "a\x1b[2J\x7f\u202e\u20ac"
+    row = {"prompt_id": "p0", "prompt": "say", "completion": evil, "reward": 0.5, "reward_parts": '{"exact": 1.0}'}
+    prompts = to_parquet([fill({"prompt_id": "p0", "answer": "yes"}, PROMPTS)], PROMPTS)
+    refs = {
+        "prompts": commit_rows(run, 0, "prompts/round-0", "prompts.parquet", prompts),
+        "batch": commit_rows(run, 0, "batch/round-0", "batch.parquet", to_parquet([fill(row, BATCH)] * 3, BATCH)),
+    }
+    commit_iteration(run, 0, {"rollout/reward_mean": 0.5}, **refs)
+    report = asked(local, "show", "a", "--iteration", "0", "--rows", "2")
+    (group,) = report["groups"]
+    assert (group["prompt"], group["answer"], len(group["rollouts"])) == ("say", "yes", 2)
+    rollout = group["rollouts"][0]
+    assert (rollout["completion"], rollout["reward"], rollout["reward_parts"]) == (evil, 0.5, {"exact": 1.0})
+    assert rollout["turns"] == [{"role": "assistant", "content": evil}]
+    ended = CliRunner().invoke(cli.app, ["show", "a", "--iteration", "7", "--json", "--store", local.url])
+    assert (ended.exit_code, ended.stdout) == (2, "") and "--iteration 7: not committed" in ended.stderr
+
+
+def test_verify_as_json_counts_artifacts_and_has_every_fault(local: Store) -> None:
+    run = without_sft(local)
+    commit_iterations(run, 2)
+    report = asked(local, "verify", "a")
+    assert report == {"run": "a", "artifacts": 2, "faults": []}
+    local.put(audit.files(run, "policy")[0], b"other bytes")
+    report = asked(local, "verify", "a", code=1)
+    assert len(report["faults"]) == 1 and "policy" in report["faults"][0]
 
 
 def test_files_are_those_of_manifests_in_order_and_a_forks_are_its_parents_first(store: Store) -> None:

@@ -26,7 +26,7 @@ from rlpipe.data.sources import in_part, split_point, split_validation
 from rlpipe.loop.session import Session
 from rlpipe.records.prompt import Talk
 from rlpipe.report.curves import evaluations
-from rlpipe.report.show import run_lines
+from rlpipe.report.show import runs_report
 from rlpipe.stages.sft import (
     best_segment,
     out_of_patience,
@@ -206,7 +206,7 @@ async def test_the_best_segment_is_what_rl_starts_from_and_the_choice_is_made_on
     assert Progress(run).sft_complete
     assert run.policy(0) == run.committed("sft", 1, "policy")
     assert run.policy_place(0) == ("sft", 1)
-    assert "SFT segments 4/4" in run_lines(run.store)[0]
+    assert "SFT segments 4/4" in runs_report(run.store).lines()[0]
     run.store.create(run.iteration_key(0), canonical_json({"artifacts": {}, "metrics": {}}))
     child = fork(run, 0, override_config(run.config, ["run=c", "rl.clip_high=0.4"]))
     assert Progress(child).sft_complete

@@ -17,13 +17,16 @@ from rlpipe.config.source import read_config
 from rlpipe.loop.session import Session
 from rlpipe.stages.iteration import commit_iteration
 from rlpipe.store.limits import (
+    COST,
     GPU_SECONDS,
     SECONDS,
     TOKENS,
     UNTRAINED,
+    Untrained,
     add_iteration,
     best_so_far,
     broken_rule,
+    cost,
     gpus_held,
     over_budget,
     reason_to_stop,
@@ -34,6 +37,7 @@ from tests.declared import stage_settings
 from tests.paths import PRESETS
 
 NOTHING = {SECONDS: 0.0, TOKENS: 0, GPU_SECONDS: 0.0}
+ON_GPU = ["trainer.gpu_ids=[0]", "model.dtype=bfloat16"]
 HISTORY = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**7), st.integers(0, 16)), max_size=30)
 REWARDS = st.lists(st.floats(-1, 1), min_size=1, max_size=40)
 
@@ -73,6 +77,18 @@ def test_a_budget_ends_a_run_at_the_first_boundary_that_reaches_it_and_raised_no
     assert not over_budget(config(f"budget.rollout_tokens={spent_on(history)[TOKENS] + 1}"), spent_on(history))
 
 
+@given(HISTORY)
+def test_what_the_gpu_hours_cost_is_a_metric_and_ends_a_run(history: list[tuple[int, int, int]]) -> None:
+    spent = spent_on(history)
+    free, priced = config(*ON_GPU), config(*ON_GPU, "budget.price_per_gpu_h=2.5", "budget.cost=10")
+    assert cost(free, spent) == {} and not over_budget(free, spent)
+    (paid,) = cost(priced, spent).values()
+    assert paid == pytest.approx(spent[GPU_SECONDS] / 3600 * 2.5, abs=1e-5)
+    said = over_budget(priced, spent)
+    assert bool(said) == (paid >= 10)
+    assert not said or re.match(r"budget\.cost=10 is spent \(\d\S* at 2\.5 a GPU hour\); raise it", said)
+
+
 @given(REWARDS, st.integers(1, 10))
 def test_a_plateau_is_so_many_iterations_without_a_better_reward(rewards: list[float], patience: int) -> None:
     limited = config(f"stop.reward_plateau={patience}")
@@ -110,6 +126,8 @@ def test_a_bound_that_is_exceeded_is_named_with_what_to_do(sets: list[str], metr
     [
         (["stop.kl_max=0.1"], "no KL to a reference is computed"),
         (["budget.gpu_h=1"], "so no GPU hour is ever spent; use budget.wall_clock_h"),
+        (["budget.cost=9", "budget.price_per_gpu_h=2"], r"budget\.cost=9\.0: no GPU is in .*; use budget.wall_clock_h"),
+        (["budget.cost=9", *ON_GPU], r"budget\.cost=9\.0: a GPU hour has no price, .*; set budget\.price_per_gpu_h"),
         (["budget.rollout_tokens=-1"], r"budget\.rollout_tokens=-1"),
         (["rl.on_mismatch=stop", "rl.oversampling=2"], "use on_mismatch = 'warn'"),
     ],
@@ -122,8 +140,9 @@ def test_what_makes_no_sense_is_refused(sets: list[str], message: str) -> None:
 def test_limits_are_no_part_of_what_is_computed() -> None:
     one, other = (
         config(),
-        config("budget.wall_clock_h=3", "budget.rollout_tokens=5", "stop.reward_plateau=2", "rl.on_mismatch=stop"),
-    )
+        config("budget.wall_clock_h=3", "budget.rollout_tokens=5", "budget.price_per_gpu_h=2",
+               "stop.reward_plateau=2", "rl.on_mismatch=stop"),
+    )  # fmt: skip
     assert identity(one) == identity(other)
     for phase, stage in (
         ("rl", "prompts"),
@@ -165,9 +184,9 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     assert reason_to_stop(run, "rl", 0) == ""
     await commit(first, run, 0, trained=0)
     await commit(first, run, 1)
-    assert untrained(run, run.iteration(0)) == (1, 1) and untrained(run, run.iteration(0)).is_all
+    assert untrained(run, run.iteration(0)) == Untrained(1, 1) and untrained(run, run.iteration(0)).is_all
     assert str(untrained(run, run.iteration(1))) == "nothing was trained in 1 of 2 iterations"
-    assert untrained(run, None) == (0, 0) and not untrained(run, None).is_all
+    assert untrained(run, None) == Untrained(0, 0) and not untrained(run, None).is_all
     limited = config(*sets, "budget.rollout_tokens=200")
     again = create_or_continue(limited)  # another process, another budget: it knows from the store
     assert reason_to_stop(again, "rl", 1) == ""
@@ -182,11 +201,13 @@ async def test_a_resume_counts_what_was_spent_before_and_a_fork_what_is_its_own(
     assert "stop.reward_plateau=1" in reason_to_stop(
         create_or_continue(config(*sets, "stop.reward_plateau=1")), "rl", 2
     )
-    forked = fork(again, 1, config(*sets, "run=b", "budget.rollout_tokens=150", "stop.reward_plateau=2"))
+    priced = ["trainer.gpu_ids=[0]", "model.dtype=float32", "budget.price_per_gpu_h=3600"]
+    forked = fork(again, 1, config(*sets, *priced, "run=b", "budget.rollout_tokens=150", "stop.reward_plateau=2"))
     assert reason_to_stop(forked, "rl", 2) == ""
-    assert untrained(forked, forked.iteration(1)) == (0, 0)
+    assert untrained(forked, forked.iteration(1)) == Untrained(0, 0)
     record = await commit(forked.config, forked, 2, trained=0)
-    assert untrained(forked, record) == (1, 1) and record.metrics[UNTRAINED] == 1
+    assert untrained(forked, record) == Untrained(1, 1) and record.metrics[UNTRAINED] == 1
     assert record.metrics[TOKENS] == 100
+    assert record.metrics[COST] == record.metrics[GPU_SECONDS] and COST not in run.record(1).metrics
     assert record.best == BestReward(2, -1.0)
     assert reason_to_stop(forked, "rl", 3) == ""

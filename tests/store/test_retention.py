@@ -20,7 +20,7 @@ from rlpipe.base.manifests import BestReward, IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef
 from rlpipe.config.sections import CheckpointConfig
 from rlpipe.config.source import override_config, read_config
-from rlpipe.report.show import show_lines
+from rlpipe.report.show import iterations_report
 from rlpipe.stages.model_source import model_folder
 from rlpipe.store import audit, lease
 from rlpipe.store.artifacts import PRUNED, commit, is_pruned, write_bytes
@@ -302,10 +302,10 @@ def test_what_is_shown_listed_read_and_trained_from_says_that_it_was_pruned(tmp_
     run = run_of(store, *KEPT)
     commit_iterations(run, 12)
     prune(run)
-    marked = [line.split()[-2] for line in show_lines(run) if line.endswith("  pruned")]
+    marked = [line.split()[-2] for line in iterations_report(run).lines() if line.endswith("  pruned")]
     assert marked == [str(version) for version in (1, 2, 3, 4, 6, 7, 8, 9)]
     child = fork(run, 10, override_config(run.config, ["run=c"]))
-    assert sum(line.endswith("  pruned") for line in show_lines(child)) == 8
+    assert sum(line.endswith("  pruned") for line in iterations_report(child).lines()) == 8
     files = audit.files(run, "policy")
     assert [int(key.split("/")[3]) for key in files] == [4, 4, 9, 9, 10, 10, 11, 11] and all(map(store.exists, files))
     way = (

@@ -5,7 +5,7 @@ that got worst.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -61,20 +61,37 @@ class GateReport:
     differences: list[Difference]
     worst: list[WorsePrompt]
 
+    def lines(self) -> list[str]:
+        """A table, and a few lines for each prompt that got worst."""
+        rows = [
+            HEADER,
+            *(_row(one, [rule for rule in self.rules if rule.metric == one.metric]) for one in self.differences),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+        verdict = "passed" if self.passed else "FAILED"
+        lines = [f"gate of {self.policy} against {self.against}: {verdict} ({self.confidence:.0%} intervals)"]
+        lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for lost in self.worst:
+            lines += [
+                f"worse: {lost.prompt_id}, {lost.metric} {lost.before:.3g} -> {lost.after:.3g}",
+                *(f"  {name}: {text_line(text)}" for name, text in (
+                    ("prompt", lost.prompt), ("before", lost.completion_before), ("after", lost.completion_after)
+                )),
+            ]  # fmt: skip
+        return lines
 
-def judge_stored(run: Run, version: int | None, against: str, sets: list[str], as_json: bool) -> tuple[bool, list[str]]:
-    """Compares the evaluation of a weight version, or of the newest one, by the rules of the run's
-    last start, over which `sets` go. `against`: as in the config; empty: as configured, or base.
 
-    Returns whether all rules hold, and the report as lines.
+def judge_stored(run: Run, version: int | None, against: str, sets: list[str]) -> GateReport:
+    """The verdict on the evaluation of a weight version, or of the newest one, by the rules of the
+    run's last start, over which `sets` go. `against`: as in the config; empty: as configured, or
+    base.
     """
     if others := [entry for entry in sets if not entry.startswith("evaluation.gate_")]:
         raise UserError(f"--set {others[0]}: what is stored does not change; only evaluation.gate_* may be set here")
     config = last_started(run.store, run.name)
     against = against or config.evaluation.gate_against or "base"
     config = override_config(config, [f"evaluation.gate_against={json.dumps(against)}", *sets])
-    report = gate_report(run, committed_version(run, version), config)
-    return report.passed, [json.dumps(asdict(report))] if as_json else report_lines(report)
+    return gate_report(run, committed_version(run, version), config)
 
 
 def judge(run: Run, version: int, config: PipelineConfig) -> tuple[bool, list[str]]:
@@ -82,7 +99,7 @@ def judge(run: Run, version: int, config: PipelineConfig) -> tuple[bool, list[st
     as lines.
     """
     report = gate_report(run, version, config)
-    return report.passed, report_lines(report)
+    return report.passed, report.lines()
 
 
 def gate_report(run: Run, version: int, config: PipelineConfig) -> GateReport:
@@ -166,26 +183,6 @@ def _worst(old: Evaluated, new: Evaluated, scores: PairedScores) -> list[WorsePr
         for place in np.argsort(lost_N, kind="stable")[:WORST_SHOWN]
         if lost_N[place] < 0
     ]
-
-
-def report_lines(report: GateReport) -> list[str]:
-    """The report as a table, and a few lines for each prompt that got worst."""
-    rows = [
-        HEADER,
-        *(_row(one, [rule for rule in report.rules if rule.metric == one.metric]) for one in report.differences),
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    verdict = "passed" if report.passed else "FAILED"
-    lines = [f"gate of {report.policy} against {report.against}: {verdict} ({report.confidence:.0%} intervals)"]
-    lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for lost in report.worst:
-        lines += [
-            f"worse: {lost.prompt_id}, {lost.metric} {lost.before:.3g} -> {lost.after:.3g}",
-            *(f"  {name}: {text_line(text)}" for name, text in (
-                ("prompt", lost.prompt), ("before", lost.completion_before), ("after", lost.completion_after)
-            )),
-        ]  # fmt: skip
-    return lines
 
 
 def _row(one: Difference, rules: list[Rule]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rlpipe.algorithms.answers import prompt_scores
 from rlpipe.base.errors import UserError
@@ -32,7 +33,7 @@ class Evaluated:
         return f"{self.run.name}@{self.version}"
 
     @cached_property
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> dict[str, Any]:
         """Its settings, flat; UserError where the version is not evaluated."""
         manifest = evaluation_of(self.run, self.version)
         if manifest is None:

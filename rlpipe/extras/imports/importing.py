@@ -27,7 +27,6 @@ from rlpipe.loop.session import Session
 from rlpipe.loop.stage import Attempt, Produced, StageKey, run_stage, stage
 from rlpipe.records.prompt import Prompt
 from rlpipe.records.rollout import ROLLOUTS, SCORES, Group, Rollout, grouped, is_finished
-from rlpipe.stages.model_source import RUN
 from rlpipe.stages.sampling import carried_groups, prompts_by_id
 from rlpipe.stages.scoring import KeptReward
 from rlpipe.store.artifacts import SOURCE_INPUT, file_sha256, read_file, read_records

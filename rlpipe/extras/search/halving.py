@@ -43,6 +43,29 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class SearchReport:
+    """The outcome of a search. `candidates`: name of a fork -> its settings; `more`: the command
+    that trains the winner on, by N iterations.
+    """
+
+    name: str
+    run: str
+    by: str
+    candidates: dict[str, list[str]]
+    decisions: list[Decision]
+    winner: str
+    more: str
+
+    def lines(self) -> list[str]:
+        """The winner, and how to go on; the tables were printed after each rung."""
+        settings = ", ".join(self.candidates[self.winner])
+        return [
+            "",
+            f"search {self.name}: the winner is run {self.winner} ({settings}). For more iterations: {self.more}",
+        ]
+
+
+@dataclass(frozen=True)
 class Search:
     """What is searched: as a document, searches/NAME/search.json.
 
@@ -152,6 +175,12 @@ class Search:
         if metric not in evaluation.metrics:
             raise UserError(f"--by {self.by}: an evaluation has {', '.join(sorted(evaluation.metrics))}")
         return float(evaluation.metrics[metric])
+
+    def outcome(self, store: Store, more: str) -> SearchReport:
+        """The report on a search that has decided all its rungs."""
+        decisions = [*self.decided(store)]
+        winner = decisions[-1].kept[0]
+        return SearchReport(self.name, self.run, self.by, self.candidates, decisions, winner, more)
 
     def report(self, decided: Sequence[Decision]) -> list[str]:
         """A table in Markdown: a line a candidate, a column a rung; who came furthest first."""

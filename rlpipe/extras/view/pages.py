@@ -20,7 +20,7 @@ from rlpipe.extras.view.library import Library
 from rlpipe.extras.view.plots import chosen, curve, metric_names, metric_plots, plot
 from rlpipe.records.prompt import Messages
 from rlpipe.report.curves import evaluated_versions
-from rlpipe.report.show import NOTHING, RunSummary, flat_settings, run_summaries, run_summary
+from rlpipe.report.show import NOTHING, flat_settings, run_summary, runs_report
 from rlpipe.store.run import BEFORE_SFT
 
 COMPARED_MAX = 8
@@ -78,11 +78,9 @@ def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
 
     The record of a run's newest iteration has its curve, so no other is read.
     """
-    summaries = run_summaries(library.store)
-    known = [summary for summary in summaries.values() if isinstance(summary, RunSummary)]
-    known.sort(key=lambda summary: summary.ended_at.timestamp() if summary.ended_at else 0.0, reverse=True)
-    unread = {name: summary for name, summary in summaries.items() if isinstance(summary, str)}
-    return Page("runs.html", {"summaries": known, "unread": unread})
+    report = runs_report(library.store)
+    known = sorted(report.runs, key=lambda run: run.ended_at.timestamp() if run.ended_at else 0.0, reverse=True)
+    return Page("runs.html", {"summaries": known, "unread": report.unread})
 
 
 def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:
@@ -96,7 +94,7 @@ def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:
     shown = chosen(metrics, query.getlist("metric"))
     settings = {name: flat_settings(identity(run.config)) for name, run in runs.items()}
     fields = sorted({field for own in settings.values() for field in own})
-    rows = [(field, [own.get(field, NOTHING) for own in settings.values()]) for field in fields]
+    rows = [(field, [str(own.get(field, NOTHING)) for own in settings.values()]) for field in fields]
     values = {
         "names": names,
         "metrics": metrics,

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from rlpipe.base.errors import UserError
 from rlpipe.extras.why.around import History
-from rlpipe.extras.why.proof import fork_arguments, fork_name, proof_lines, provable, proved_lines
-from rlpipe.extras.why.second import parting, parts_ways, rescored, second_lines
+from rlpipe.extras.why.proof import fork_arguments, fork_name, provable, proved_lines
+from rlpipe.extras.why.report import WhyReport, why_report
+from rlpipe.extras.why.second import SecondReport, rescored, second_report
 from rlpipe.extras.why.today import Today
-from rlpipe.extras.why.verdict import Verdict, judged, why_lines
+from rlpipe.extras.why.verdict import Verdict, judged
 from rlpipe.store.opening import open_existing
 from rlpipe.store.run import Run
 
@@ -17,28 +18,29 @@ Say = Callable[[list[str]], None]
 RunFork = Callable[[list[str]], int]
 
 
-def explain(run: Run, at: int | None, run_fork: RunFork | None, say: Say) -> bool:
-    """Prints the changes around iteration `at` of a run, or around the iteration with the largest
+def explain(run: Run, at: int | None, run_fork: RunFork | None, show: Callable[[WhyReport], None], say: Say) -> bool:
+    """Shows the changes around iteration `at` of a run, or around the iteration with the largest
     change, ordered by the part of the reward's change that they explain.
 
     With `run_fork` (the arguments of `rlpipe` to an exit code), the fork without the first finding
-    is run and shown. Returns True when there is a finding. RuntimeError when the fork fails.
+    is run, and `say` prints its result. Returns True when there is a finding. RuntimeError when the
+    fork fails.
     """
     with Today(run) as today:
         verdict = judged(History(run, today), at)
-    say([*why_lines(verdict), *proof_lines(verdict)])
+    show(why_report(verdict))
     if run_fork and verdict.findings:
         say(_proof(verdict, run_fork))
     return bool(verdict.findings)
 
 
-def compare_rewards(run: Run, reward: str, say: Say) -> bool:
-    """Prints the iteration from which a run's reward and a second one, which scores the same
+def compare_rewards(run: Run, reward: str, show: Callable[[SecondReport], None]) -> bool:
+    """Shows the iteration from which a run's reward and a second one, which scores the same
     rollouts now, differ. Returns True when they do.
     """
-    both = rescored(History(run), reward)
-    say(second_lines(both, reward))
-    return parts_ways(parting(both)[1])
+    report = second_report(rescored(History(run), reward), run.name, reward)
+    show(report)
+    return report.iteration is not None
 
 
 def _proof(verdict: Verdict, run_fork: RunFork) -> list[str]:

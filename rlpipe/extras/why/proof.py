@@ -5,9 +5,11 @@ without it.
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
 import numpy as np
 
+from rlpipe.extras.why.changes import Shift
 from rlpipe.extras.why.suspects.finding import Finding, WhatIf
 from rlpipe.extras.why.verdict import Verdict
 from rlpipe.report.show import REWARD
@@ -46,25 +48,42 @@ def fork_arguments(verdict: Verdict, finding: Finding, proof: WhatIf) -> list[st
     ]
 
 
-def proof_lines(verdict: Verdict) -> list[str]:
-    """The lines about a proof of the first finding: the command, and the result as far as stored
-    data give it. Empty where no fork can prove it.
+@dataclass(frozen=True)
+class ProofReport:
+    """The fork that would show the reward without a suspect. `reward_before`, `reward_after`: the
+    reward without it as far as stored parts say it, else None.
     """
+
+    suspect: str
+    command: str
+    iteration: int
+    change: Shift  # of the reward, with the suspect
+    reward_before: float | None
+    reward_after: float | None
+
+    def lines(self) -> list[str]:
+        """The command, and what stored parts say."""
+        lines = ["", f"proof of {self.suspect} (--prove runs it):", f"   {self.command}"]
+        if self.reward_before is not None and self.reward_after is not None:
+            at = self.iteration
+            lines += [
+                (
+                    f"   by the stored parts: {self.reward_before:.3f} before, {self.reward_after:.3f} from {at} on"
+                    " without it"
+                ),
+                f"   with it: {self.change.before:.3f} before, {self.change.after:.3f} from {at} on",
+            ]
+        return lines
+
+
+def proof_report(verdict: Verdict) -> ProofReport | None:
+    """The proof of the first finding; None where no fork can prove it."""
     if (pair := provable(verdict)) is None:
-        return []
+        return None
     finding, proof = pair
-    lines = [
-        "",
-        f"proof of {finding.suspect} (--prove runs it):",
-        f"   rlpipe {shlex.join(fork_arguments(verdict, finding, proof))}",
-    ]
-    if proof.stored:
-        at, change = verdict.around.at, verdict.change
-        lines.append(
-            f"   by the stored parts: {proof.stored[0]:.3f} before, {proof.stored[1]:.3f} from {at} on without it"
-        )
-        lines.append(f"   with it: {change.before:.3f} before, {change.after:.3f} from {at} on")
-    return lines
+    command = f"rlpipe {shlex.join(fork_arguments(verdict, finding, proof))}"
+    before, after = proof.stored or (None, None)
+    return ProofReport(finding.suspect, command, verdict.around.at, verdict.change, before, after)
 
 
 def proved_lines(verdict: Verdict, proof: WhatIf, fork: Run) -> list[str]:

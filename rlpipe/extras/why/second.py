@@ -81,44 +81,109 @@ def parting(both: Rescored) -> tuple[int, Shift]:
     return at, replace(widest, p=min(1.0, widest.p * len(numbers)))
 
 
-def parts_ways(widest: Shift) -> bool:
-    return widest.p < ALPHA
-
-
-def second_lines(both: Rescored, reward: str) -> list[str]:
-    """A line an iteration; then the iteration from which they differ, and rollouts that the first
-    reward scores much higher.
+@dataclass(frozen=True)
+class SecondRow:
+    """The mean rewards of one iteration. `correlation`: of both within groups; nan where one of
+    them does not vary.
     """
-    lines = [f"iteration  rollouts  reward  {reward}  r within groups"]
-    for number in both.iterations():
-        chosen = (both.iteration_R() == number) & np.isfinite(both.second_R)
-        if chosen.any():
-            means = (float(column[chosen].mean()) for column in (both.first_R, both.second_R))
-            first, second = means
-            correlation = within_correlation(both.first_R, both.second_R, both.group_R, len(both.groups), chosen)
-            lines.append(
-                f"{number:9d}  {int(chosen.sum()):8d}  {first:6.3f}  {second:{max(6, len(reward))}.3f} "
-                f" {correlation:+.2f}"
-            )
-    if unscored := int((~np.isfinite(both.second_R)).sum()):
-        lines.append(f"{unscored} rollouts could not be scored by {reward}")
-    at, widest = parting(both)
-    if not parts_ways(widest):
-        return [*lines, "", f"reward and {reward} go together: no iteration parts them (p = {widest.p:.2g})"]
-    late = both.iteration_R() >= at
+
+    iteration: int
+    rollouts: int
+    reward: float
+    second: float
+    correlation: float
+
+
+@dataclass(frozen=True)
+class SecondRollout:
+    """A rollout that the first reward scores much higher than the second."""
+
+    iteration: int
+    group_index: int
+    rollout_index: int
+    prompt_id: str
+    reward: float
+    second: float
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class MeanChange:
+    """The means of a reward before an iteration, and from it on."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class SecondReport:
+    """The reward of a run beside a second one, called `name`. `iteration`: from which they differ,
+    with the means of both sides and some rollouts; None where they go together. `p`: the chance of
+    so large a difference where nothing changed.
+    """
+
+    run: str
+    name: str
+    iterations: list[SecondRow]
+    unscored: int  # rollouts that the second reward could not score
+    iteration: int | None
+    p: float
+    reward: MeanChange | None
+    second: MeanChange | None
+    rollouts: list[SecondRollout]
+
+    def lines(self) -> list[str]:
+        """A line an iteration; then the iteration from which they differ."""
+        lines = [f"iteration  rollouts  reward  {self.name}  r within groups"]
+        lines += [
+            f"{row.iteration:9d}  {row.rollouts:8d}  {row.reward:6.3f}  {row.second:{max(6, len(self.name))}.3f} "
+            f" {row.correlation:+.2f}"
+            for row in self.iterations
+        ]
+        if self.unscored:
+            lines.append(f"{self.unscored} rollouts could not be scored by {self.name}")
+        if self.iteration is None or self.reward is None or self.second is None:
+            return [*lines, "", f"reward and {self.name} go together: no iteration parts them (p = {self.p:.2g})"]
+        first, second = (from_to(means.before, means.after) for means in (self.reward, self.second))
+        parts = f"they part at iteration {self.iteration}: reward {first}, {self.name} {second} (p = {self.p:.1g})"
+        return [*lines, "", parts] + [
+            f"  rollout {rollout.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward"
+            f" {rollout.reward:g}, {self.name} {rollout.second:g}: {text_line(rollout.prompt)!r} ->"
+            f" {text_line(rollout.completion)!r}"
+            for rollout in self.rollouts
+        ]
+
+
+def second_report(both: Rescored, run: str, name: str) -> SecondReport:
+    """The report on rollouts with both rewards; `name`: of the second."""
     known = np.isfinite(both.second_R)
+    rows = [row for number in both.iterations() if (row := _row(both, number)) is not None]
+    at, widest = parting(both)
+    if widest.p >= ALPHA:
+        return SecondReport(run, name, rows, int((~known).sum()), None, widest.p, None, None, [])
+    late = both.iteration_R() >= at
     first, second = (
-        from_to(float(column[known & ~late].mean()), float(column[known & late].mean()))
+        MeanChange(float(column[known & ~late].mean()), float(column[known & late].mean()))
         for column in (both.first_R, both.second_R)
     )
-    lines += ["", f"they part at iteration {at}: reward {first}, {reward} {second} (p = {widest.p:.1g})"]
     difference = np.where(known & late, _difference(both) * np.sign(widest.size), -np.inf)
-    shown: dict[int, str] = {}
+    shown: dict[int, SecondRollout] = {}
     for row in np.argsort(-difference, kind="stable"):
-        shown.setdefault(int(both.group_R[row]), f"  rollout {_described(both, int(row), reward)}")
+        shown.setdefault(int(both.group_R[row]), _rollout(both, int(row)))
         if len(shown) == SHOWN:
             break
-    return [*lines, *shown.values()]
+    return SecondReport(run, name, rows, int((~known).sum()), at, widest.p, first, second, [*shown.values()])
+
+
+def _row(both: Rescored, number: int) -> SecondRow | None:
+    """The means of an iteration; None where the second reward scored nothing of it."""
+    chosen = (both.iteration_R() == number) & np.isfinite(both.second_R)
+    if not chosen.any():
+        return None
+    first, second = (float(column[chosen].mean()) for column in (both.first_R, both.second_R))
+    correlation = within_correlation(both.first_R, both.second_R, both.group_R, len(both.groups), chosen)
+    return SecondRow(number, int(chosen.sum()), first, second, correlation)
 
 
 def _difference(both: Rescored) -> np.ndarray:
@@ -130,11 +195,16 @@ def _difference(both: Rescored) -> np.ndarray:
     return columns[0] - columns[1]
 
 
-def _described(both: Rescored, row: int, reward: str) -> str:
+def _rollout(both: Rescored, row: int) -> SecondRollout:
     group = both.groups[both.group_R[row]]
     rollout = group.rollouts[row - int(np.searchsorted(both.group_R, both.group_R[row]))]
-    return (
-        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward"
-        f" {rollout.reward:g}, {reward} {both.second_R[row]:g}: {text_line(rollout.prompt)!r} ->"
-        f" {text_line(rollout.completion)!r}"
+    return SecondRollout(
+        group.iteration,
+        rollout.group_index,
+        rollout.rollout_index,
+        rollout.prompt_id,
+        float(both.first_R[row]),
+        float(both.second_R[row]),
+        rollout.prompt,
+        rollout.completion,
     )

@@ -1,4 +1,4 @@
-"""The report of `rlpipe why`: the changes around an iteration of a run, ranked by the part of the
+"""The verdict of `rlpipe why`: the changes around an iteration of a run, ranked by the part of the
 reward's change that they explain.
 
 Each suspect (rlpipe/extras/why/suspects/) returns its findings, with p-values. A finding counts
@@ -16,14 +16,12 @@ from rlpipe.base.errors import UserError
 from rlpipe.extras.why.around import Around, History
 from rlpipe.extras.why.changes import Shift
 from rlpipe.extras.why.suspects.evaluation import evaluation
-from rlpipe.extras.why.suspects.finding import Finding, Suspect, from_to
+from rlpipe.extras.why.suspects.finding import Finding, Suspect
 from rlpipe.extras.why.suspects.labels import labels
 from rlpipe.extras.why.suspects.policy import length, mismatch, moved, rate, reference, settings, staleness, truncation
 from rlpipe.extras.why.suspects.prompts import duplicates, mix, template
 from rlpipe.extras.why.suspects.reward_parts import reward_parts
 from rlpipe.extras.why.suspects.scoring import faults, hacked, reward_settings
-from rlpipe.records.rollout import Rollout
-from rlpipe.report.show import parts_text, text_line
 
 SUSPECTS: tuple[Suspect, ...] = (
     faults, reward_settings, reward_parts, hacked, template, mix, duplicates, labels, settings, rate, mismatch,
@@ -149,56 +147,3 @@ def _is_against(finding: Finding, change: Shift) -> bool:
     noise.
     """
     return abs(change.z) > 1 and (finding.explains or 0.0) * change.size < 0 and not finding.certain
-
-
-def why_lines(verdict: Verdict) -> list[str]:
-    """The lines of the report."""
-    around, change = verdict.around, verdict.change
-    counts = [int(side.sum()) for side in (~around.after_G, around.after_G)]
-    numbers = sorted(around.metrics)
-    lines = [
-        (
-            f"run {around.run.name}, iteration {around.at}: reward {from_to(change.before, change.after)} (iterations"
-            f" {numbers[0]} to {around.at - 1}, {counts[0]} groups; {around.at} to {numbers[-1]}, {counts[1]} groups),"
-            f" {change.size:+.3f}"
-            f" {'beyond the trend' if abs(change.size - (change.after - change.before)) > 1e-9 else 'in all'}, p ="
-            f" {change.p:.1g}"
-        ),
-        f"{verdict.looks} tests: what counts has p below {ALPHA / verdict.looks:.1g}",
-    ]
-    if not verdict.findings:
-        unfelt = [f"changed by a fork, and the reward is what it was: {line}" for line in around.changed]
-        return [*lines, *unfelt, "no cause found"]
-    for number, finding in enumerate(verdict.findings, start=1):
-        lines += [
-            "",
-            f"{number}. {finding.title}",
-            f"   suspect {finding.suspect}: {_explains(verdict, finding)}, p = {finding.shift.p:.1g}",
-        ]
-        lines += [f"   {line}" for line in finding.evidence]
-        lines += [f"   rollout {_described(around, row)}" for row in finding.rows]
-    return lines
-
-
-def _explains(verdict: Verdict, finding: Finding) -> str:
-    share, of = verdict.share(finding), verdict.change
-    kind = (
-        "a symptom, would explain"
-        if finding.symptom
-        else "what is left over,"
-        if finding.explains is None
-        else "explains"
-    )
-    return f"{kind} {share:+.3f} of {of.size:+.3f}"
-
-
-def _described(around: Around, row: int) -> str:
-    rollout: Rollout = around.rollouts[row]
-    group = around.groups[around.group_R[row]]
-    parts = parts_text(rollout)
-    return (
-        f"{group.iteration}/{rollout.group_index}/{rollout.rollout_index} {rollout.prompt_id}: reward"
-        f" {rollout.reward:g}{f' ({parts})' if parts else ''}, {rollout.finish_reason},"
-        f" {len(rollout.completion_tokens)} tokens: {text_line(rollout.prompt)!r} -> {text_line(rollout.completion)!r}"
-        + (f", label {group.prompt.answer!r:.80}" if group.prompt.answer else "")
-    )

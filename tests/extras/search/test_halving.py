@@ -99,6 +99,9 @@ def test_a_decision_stands_whoever_decides_again(parent: Run) -> None:
     assert list(SEARCH.decided(parent.store)) == [first]
     last = SEARCH.decide(parent.store, 1, {"s-1": 0.3, "s-2": 0.4}, {})
     assert last.kept == ["s-2"] and list(SEARCH.decided(parent.store)) == [first, last]
+    report = SEARCH.outcome(parent.store, "rlpipe resume s-2")
+    assert (report.winner, report.decisions) == ("s-2", [first, last])
+    assert report.lines()[-1].endswith("is run s-2 (rl.learning_rate=4e-4). For more iterations: rlpipe resume s-2")
     table = SEARCH.report([first, last])
     assert [line.split(" | ")[0] for line in table[2:]] == ["| s-2", "| s-1", "| s-0", "| s-3"]
     assert table[2].endswith("| 0.200 | 0.400 | the winner |") and table[5].endswith("| not finite |")

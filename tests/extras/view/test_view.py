@@ -29,7 +29,7 @@ from rlpipe.extras.view.library import Library
 from rlpipe.extras.view.plots import curve, plot
 from rlpipe.extras.view.server import VIEW_KEY_VARIABLE, view_app, view_key
 from rlpipe.extras.view.tokens import shown_tokens, token_texts
-from rlpipe.report.show import iteration_lines, run_lines, trained_groups
+from rlpipe.report.show import iteration_report, runs_report, trained_groups
 from rlpipe.store.artifacts import PRUNED
 from rlpipe.store.backend import Store, open_store
 from rlpipe.store.opening import create_or_continue, fork, open_existing
@@ -125,7 +125,7 @@ def test_every_link_of_every_page_leads_to_a_page(store: Store, tmp_path: Path) 
 def test_the_first_page_shows_every_run_and_reads_no_rollouts(whole: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Library, "read", lambda *_: pytest.fail("a Parquet file is read"))
     html = page(whole, "/")
-    for line in run_lines(whole):
+    for line in runs_report(whole).lines():
         name, state = line.split()[0], line.split("  ")[-1].strip()
         assert f'href="/runs/{name}"' in html and (state in html or "forked" in state)
     assert "a at 0" in html and "unfinished" in text_of(html)
@@ -317,7 +317,7 @@ def test_turns_are_kept_apart_wherever_a_rollout_is_shown(tmp_path: Path) -> Non
     assert re.findall(r'<b class="speaker">(\w+)</b>', html) == ["assistant", "tool"] * 2 + ["assistant"]
     assert "after turn 1: tool" in html and "after turn 2: tool" in html
     assert "speaker" not in page(store, f"{group}/rollouts/1")
-    lines = [line.strip() for line in iteration_lines(run, 0, rows_max=1)[-6:]]
+    lines = [line.strip() for line in iteration_report(run, 0, rows_max=1).lines()[-6:]]
     assert lines[0].split("  ")[-2:] == ["5 turns", "(exact 1)"]
     assert lines[1:] == ["assistant: 'this'", "tool: 'a word'", "assistant: 'Spell'", "tool: 'b'", "assistant: 'word'"]
     record = run.iteration(0)

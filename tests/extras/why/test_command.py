@@ -3,6 +3,7 @@ would prove it, a second reward."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -56,9 +57,29 @@ def test_the_iteration_is_found_and_the_report_has_figures_rollouts_and_a_proof(
     assert asked(run, "--at", "7").stdout.splitlines()[2:] == lines[2:]  # but for the number of tests
 
 
+def test_as_json_the_report_has_the_figures_of_its_lines(tmp_path: Path) -> None:
+    run = made(tmp_path, Planted(after=broken))
+    result = asked(run, "--json")
+    assert result.exit_code == 0 and result.stdout.count("\n") == 1, result.output
+    report = json.loads(result.stdout)
+    lines = asked(run).stdout.splitlines()
+    assert (report["run"], report["iteration"], report["first"], report["last"]) == ("a", 7, 0, 11)
+    assert (report["groups_before"], report["groups_after"]) == (84, 60)
+    first, change = report["findings"][0], report["change"]
+    assert f"1. {first['title']}" in lines and change["size"] < 0 < change["before"]
+    explained = f"   suspect reward_part: explains {first['explains']:+.3f} of {change['size']:+.3f}, p = "
+    assert any(line.startswith(explained) for line in lines)
+    assert len(first["rollouts"]) == 3 and first["rollouts"][0]["reward_parts"]["exact"] == 0
+    assert f"   {report['proof']['command']}" in lines and report["proof"]["reward_after"] > 0.1
+    refused = asked(run, "--json", "--prove")
+    assert (refused.exit_code, refused.stdout) == (2, "") and "leave out --prove" in refused.stderr
+
+
 def test_nothing_is_named_in_a_healthy_run(tmp_path: Path) -> None:
     result = asked(made(tmp_path, None))
     assert result.exit_code == 4 and result.stdout.splitlines()[-1] == "no cause found"
+    result = CliRunner().invoke(cli.app, ["why", "a", "--json", "--store", f"file://{tmp_path}"])
+    assert result.exit_code == 4 and json.loads(result.stdout)["findings"] == []
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
@@ -137,6 +158,9 @@ def test_a_second_reward_parts_from_the_first_where_the_policy_pleases_the_first
     assert [int(line.split()[0]) for line in lines[1:13]] == list(range(12)) and lines[1].split()[1] == "48"
     assert re.match(r"they part at iteration 7: reward 0\.\d+ -> 0\.9, exact 0\.\d+ -> 0 \(p = ", lines[14])
     assert len([line for line in lines if line.startswith("  rollout ")]) == 3
+    report = json.loads(asked(run, "--second", "exact", "--json").stdout)
+    assert (report["name"], report["iteration"], len(report["iterations"])) == ("exact", 7, 12)
+    assert report["second"]["after"] == 0 and report["rollouts"][0]["completion"] == "<answer>xx</answer>"
     keys = run.store.list("runs")
     assert not [key for key in keys if "exact" in key]  # nothing was written
 
@@ -144,6 +168,8 @@ def test_a_second_reward_parts_from_the_first_where_the_policy_pleases_the_first
 def test_a_second_reward_that_agrees_is_exit_code_4(tmp_path: Path) -> None:
     result = asked(made(tmp_path, None, size=4), "--second", "exact")
     assert result.exit_code == 4 and "reward and exact go together" in result.stdout
+    result = CliRunner().invoke(cli.app, ["why", "a", "--second", "exact", "--json", "--store", f"file://{tmp_path}"])
+    assert result.exit_code == 4 and json.loads(result.stdout)["iteration"] is None
 
 
 def test_a_second_reward_that_is_none_is_refused(tmp_path: Path) -> None:
