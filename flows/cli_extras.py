@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flows.blocks import read_secrets
 from flows.cli_services import STORE, Sets, StoreUrl, readable_store
 from flows.printing import echo, echo_all, echo_part
 from flows.stopping import run_unless_stopped
@@ -94,6 +95,7 @@ def why(run: str, at: AtIteration = None, prove: Prove = False, second: Second =
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave out --at and --prove")
+        read_secrets(stored.config)
         compare: Callable[[Run, str, Callable[[list[str]], None]], bool] = opened(COMMANDS["why --second"], "why")
         is_named = compare(stored, second, echo_all)
     else:
