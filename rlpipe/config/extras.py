@@ -34,6 +34,8 @@ COMMANDS = {
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
     "gate": Extra(f"{ROOM}.gate.command:judge_stored", *GATE),
     "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
+    "promote": Extra(f"{ROOM}.gate.promotion:promote", *GATE),
+    "rollback": Extra(f"{ROOM}.gate.promotion:roll_back", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
     "export": Extra(f"{ROOM}.serve.card:write_card"),
