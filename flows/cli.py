@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flows.blocks import read_secrets
 from flows.cli_extras import chat, compare, gate, serve, sql, view, why
 from flows.cli_search import search_command
 from flows.cli_services import STORE, Sets, StoreUrl, add_service_commands, readable_store
 from flows.cli_start import Source, config_of, fork_command, resume_command, run_command
-from flows.printing import AsJson, echo, echo_all, echo_report, fail
+from flows.printing import AsJson, echo, echo_all, echo_report, fail, first_text
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable
 from rlpipe.base.errors import StoreError, UserError
@@ -31,14 +32,6 @@ from rlpipe.store.lease import acquire, write_off
 from rlpipe.store.opening import open_existing
 from rlpipe.store.patience import hurrying
 from rlpipe.store.run_record import ConfigRefused
-
-
-def first_text(error: BaseException) -> str:
-    """The type and text of an error in one line, at most 300 characters; of a group, those of its
-    first error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def help_of(command: Callable[..., Any]) -> str:
@@ -129,6 +122,7 @@ def plan(source: Source, sets: Sets = None, as_json: AsJson = False) -> None:
 
     config = config_of(source, sets)
     echo("reading its data, trying its rewards and its model (large data sets take minutes)", err=True)
+    read_secrets(config)
     seen = look_at(config)
     read = [line for text in seen.lines for line in text.splitlines()]
     report = PlanReport(planned_work(config), plan_lines(config), read, seen.warnings, seen.faults)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flows.blocks import read_secrets
 from flows.cli_services import STORE, Sets, StoreUrl, readable_store
 from flows.printing import AsJson, Report, echo, echo_all, echo_part, echo_report
 from flows.stopping import run_unless_stopped
@@ -112,6 +113,7 @@ def why(
     if second is not None:
         if prove or at is not None:
             raise UserError("--second compares two rewards over the whole run: leave out --at and --prove")
+        read_secrets(stored.config)
         rescore: Callable[[Run, str, Callable[[Report], None]], bool] = opened(COMMANDS["why --second"], "why")
         is_named = rescore(stored, second, show)
     else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from flows import PRESETS
+from flows.blocks import read_secrets
 from flows.cli_services import STORE, Sets, StoreUrl, checked_store
 from flows.database import own_database, template
 from flows.early_server import EarlyServer, server_beside
@@ -161,6 +162,7 @@ def preflight_of(config: PipelineConfig, planned: Run | None = None) -> None:
     echo(f"run {config.run}: reading its data, trying its rewards and its model (large data sets take minutes)")
     from rlpipe.checks.preflight import preflight
 
+    read_secrets(config)
     store, root = checked_store(config.store), f"runs/{config.run}"  # before an announcement that nobody could read
     announce(store, root)  # until the flow holds the run, or this process ends
     try:

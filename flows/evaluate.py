@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from prefect import flow
+from prefect.states import Completed
 
 from flows.session import open_session, run_name
+from flows.ui import publish_gate, revoke
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.values import JsonDict, Metrics
+from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config
 from rlpipe.loop.session import Session
@@ -22,8 +26,11 @@ from tasks.stages import restore_policy
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
-async def evaluate(changes: JsonDict | None = None, version: int | None = None, *, config: PipelineConfig) -> Metrics:
+async def evaluate(changes: JsonDict | None = None, version: int | None = None, *, config: PipelineConfig) -> Any:
     """The evaluation metrics of a weight version of the run, computed now or read from the store.
+
+    Where the config has a gate, it judges what is stored. One that fails revokes a registered
+    policy that passed before, and the flow run ends in a state `GateFailed`.
 
     Args:
         changes: Only what differs from the config below, for example `{"run": "monday"}`.
@@ -37,7 +44,14 @@ async def evaluate(changes: JsonDict | None = None, version: int | None = None, 
         raise UserError(f"run={config.run!r}: name a run that exists in {config.store}")
     newest = await asyncio.to_thread(version_to_evaluate, run, version)
     async with open_session(config) as session:
-        return (await evaluate_version(session, newest)).metrics
+        metrics: Metrics = (await evaluate_version(session, newest)).metrics
+        if not config.evaluation.gate_against:
+            return metrics
+        passed, lines = await judge_version(session, newest)
+        if passed is False:
+            await revoke(session, newest, lines[0])
+            return Completed(name="GateFailed", message=lines[0], data=metrics)
+        return metrics
 
 
 async def evaluate_version(session: Session, version: int) -> StageResult:
@@ -50,6 +64,19 @@ async def evaluate_version(session: Session, version: int) -> StageResult:
     evaluated = await evaluate_task(session, policy=policy, version=version)
     session.tracker.evaluated(version)
     return evaluated
+
+
+async def judge_version(session: Session, version: int) -> tuple[bool | None, list[str]]:
+    """Whether a weight version passes the gate of the config, None where the gate cannot judge; and
+    its report as lines, which is also shown.
+    """
+    judge = opened(COMMANDS["gate of a run"], "evaluation.gate_against")
+    try:
+        passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
+    except UserError as error:  # what the run made is published all the same
+        passed, lines = None, [f"the gate cannot judge: {error}"]
+    await publish_gate(session, passed, lines)
+    return passed, lines
 
 
 def version_to_evaluate(run: Run, version: int | None) -> int:

@@ -17,7 +17,7 @@ from rlpipe.base.printable import printable
 from rlpipe.base.values import Metrics
 from rlpipe.report.reward import fall
 
-Event = Literal["iteration.committed", "policy.registered", "gate.passed", "reward.fell", "run.stopped"]
+Event = Literal["iteration.committed", "policy.registered", "gate.passed", "gate.failed", "reward.fell", "run.stopped"]
 
 
 class Facts(TypedDict, total=False):
@@ -27,6 +27,7 @@ class Facts(TypedDict, total=False):
     weight_version: int
     metrics: Metrics
     policy: str
+    store: str
 
 
 def tell(run: str, event: Event, message: str, facts: Facts | None = None) -> None:

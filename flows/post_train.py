@@ -15,16 +15,15 @@ from prefect.flow_runs import apause_flow_run, asuspend_flow_run
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
-from flows.evaluate import evaluate_version
+from flows.evaluate import evaluate_version, judge_version
 from flows.printing import echo
 from flows.rl import rl
 from flows.session import open_session, prepare, reason_to_end, requested, run_name
 from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
-from flows.ui import RunReport, ended, publish_evaluation, publish_gate, publish_report, untrained_so_far
-from rlpipe.base.errors import RunWaits, UserError
+from flows.ui import RunReport, ended, publish_evaluation, publish_report, untrained_so_far
+from rlpipe.base.errors import RunWaits
 from rlpipe.base.values import JsonDict
-from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
@@ -104,14 +103,9 @@ async def _pass_gate(session: Session, version: int) -> str | None:
     evaluation = session.config.evaluation
     if not evaluation.gate_against:
         return None
-    judge = opened(COMMANDS["gate of a run"], "evaluation.gate_against")
     for compared in {version, 0} if evaluation.gate_against in ("base", "champion") else {version}:
         await evaluate_version(session, compared)
-    try:
-        passed, lines = await asyncio.to_thread(judge, session.run, version, session.config)
-    except UserError as error:  # what the run made is published all the same
-        passed, lines = False, [f"the gate cannot judge: {error}"]
-    await publish_gate(session, passed, lines)
+    passed, lines = await judge_version(session, version)
     return "" if passed else lines[0]
 
 

@@ -67,6 +67,14 @@ def echo_above(line: str) -> None:
     tqdm.write(printable(line))
 
 
+def first_text(error: BaseException) -> str:
+    """The type and text of an error in one line, at most 300 characters; of a group, those of its
+    first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def fail(error: Exception, code: int) -> NoReturn:
     """Prints the error and ends with `code`: 2 for the user's fault, 1 for other failures."""
     echo(f"rlpipe: {error}", err=True)

@@ -20,6 +20,7 @@ from prefect.states import Running
 import flows.outage  # and one whose server is away for a while
 import flows.vanished  # noqa: F401  # a flow run that is deleted while it works goes on
 from flows import PRESETS
+from flows.blocks import fill_secrets
 from flows.terminal import of_deployment
 from flows.ui import only_shown
 from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerError, UserError
@@ -121,6 +122,7 @@ async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> 
                 await asyncio.to_thread(check_free, open_store(config.store), f"runs/{config.run}")
             except RunHeld as held:
                 _step_aside(held)
+            await fill_secrets(config)
             await asyncio.to_thread(_checked, config)
     return config
 
@@ -157,6 +159,8 @@ async def open_session(config: PipelineConfig) -> AsyncIterator[stages.Session]:
     """
     async with _advised(config), contextlib.AsyncExitStack() as stack:
         stack.callback(withdraw, open_store(config.store), f"runs/{config.run}")  # for when the run cannot be held
+        if not stages.is_open(config):
+            await fill_secrets(config)
         # of the flow runs inside it, and of their tasks
         stack.enter_context(tags(await _tagged(config)))
         yield await _enter(stack, config)

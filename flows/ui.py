@@ -230,23 +230,25 @@ async def publish_report(session: Session, total: int, gate_failed: str | None =
     skipped = await asyncio.to_thread(untrained_so_far, run, total)
     curve = Path.cwd() / f"{run.name}-curves.png"
     await asyncio.to_thread(draw_curves, run, total, curve)
-    ref, manifest = await asyncio.to_thread(run.policy, total)
+    ref, _ = await asyncio.to_thread(run.policy, total)
     if await asyncio.to_thread(is_pruned, run.store, ref.folder):  # the plan is shorter than the committed run
         await restore_policy(session, version=total)
-    folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
+    folder, facts = await asyncio.to_thread(_of_policy, run, total)
     evaluated = await asyncio.to_thread(evaluations, run, total)
     compared = before_after(evaluated)
     lineage = await asyncio.to_thread(policy_tags, run, total)
     here = contextvars.copy_context()  # of the flow run, for the tracker's thread
-    facts: Facts = {"policy": folder, "weight_version": total}
     said = partial(tell, run.name, "policy.registered", f"{folder} is registered", facts)
     if not skipped.is_all:
         session.tracker.publish(
             folder, total, evaluated[-1][1] if evaluated else {}, curve, lineage, lambda: here.run(said)
         )
     if gate_failed is not None:
-        promoted = partial(tell, run.name, "gate.passed", f"{folder} passed its gate, and is the champion", facts)
-        session.tracker.judged(folder, not gate_failed, lambda: here.run(promoted))
+        passed = partial(tell, run.name, "gate.passed", f"{folder} passed its gate, and is the champion", facts)
+        if gate_failed:
+            session.tracker.judged(folder, "failed", lambda: None)
+        else:
+            session.tracker.judged(folder, "passed", lambda: here.run(passed))
     export = f", a difference: `{lineage[EXPORT_TAG]}` makes a model folder of it" if EXPORT_TAG in lineage else ""
     lines = [
         f"# {run.name}, {total} iterations",
@@ -260,6 +262,13 @@ async def publish_report(session: Session, total: int, gate_failed: str | None =
     report: RunReport = {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
     report["gate_failed"] = gate_failed or ""
     return report | ({"untrained": str(skipped), "trained_nothing": skipped.is_all} if skipped.num else {})
+
+
+def _of_policy(run: Run, version: int) -> tuple[str, Facts]:
+    """The folder of a policy, by which MLflow knows it, and the values of events about it."""
+    ref, manifest = run.policy(version)
+    folder = run.store.address(f"{ref.folder}/{manifest.files[0].name.split('/')[0]}")
+    return folder, {"policy": folder, "weight_version": version, "store": run.store.url}
 
 
 def untrained_so_far(run: Run, total: int) -> Untrained:
@@ -286,12 +295,25 @@ async def publish_evaluation(session: Session, before: str) -> list[str]:
     return lines
 
 
-async def publish_gate(session: Session, passed: bool, lines: list[str]) -> None:
-    """Says what the gate found, and shows it as an artifact of the flow run."""
+async def publish_gate(session: Session, passed: bool | None, lines: list[str]) -> None:
+    """Says what the gate found, and shows it as an artifact of the flow run. `passed`: None where
+    it could not judge.
+    """
     for line in lines:
         say(line)
-    markdown = [f"# {session.run.name} {'passed' if passed else 'failed'} its gate", "", *_preformatted(lines)]
+    verdict = {True: "passed its gate", False: "failed its gate", None: "was not judged"}[passed]
+    markdown = [f"# {session.run.name} {verdict}", "", *_preformatted(lines)]
     await _show(f"{_key(session)}-gate", markdown, "The policy beside the one to beat")
+
+
+async def revoke(session: Session, version: int, said: str) -> None:
+    """Tags a registered policy as revoked in MLflow, and then sends the event. `said`: what the
+    gate says of it.
+    """
+    folder, facts = await asyncio.to_thread(_of_policy, session.run, version)
+    here = contextvars.copy_context()  # of the flow run, for the tracker's thread
+    failed = partial(tell, session.run.name, "gate.failed", said, facts)
+    session.tracker.judged(folder, "revoked", lambda: here.run(failed))
 
 
 async def ended(session: Session, phases: tuple[str, ...], data: Any, reason: str = "", gate_failed: str = "") -> Any:

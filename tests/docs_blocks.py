@@ -26,6 +26,11 @@ NOT_HERE: dict[str, dict[str, str]] = {
             "SGLang is installed by `make test-sglang`, whose suites run against it"
         )
     },
+    "docs/gate.md": {
+        ".venv/bin/prefect deployment run promote": (
+            "a policy of the user's own: e2e/test_gate.py promotes one and rolls it back"
+        )
+    },
     "docs/gpu.md": {
         ".venv/bin/python scripts/gpu_smoke.py": "ten minutes on a GPU: project/test_gpu_first.py runs parts of it"
     },

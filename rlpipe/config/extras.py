@@ -35,6 +35,8 @@ COMMANDS = {
     "compare": Extra(f"{ROOM}.compare.report:compare_report"),
     "gate": Extra(f"{ROOM}.gate.command:judge_stored", *GATE),
     "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
+    "promote": Extra(f"{ROOM}.gate.promotion:promote", *GATE),
+    "rollback": Extra(f"{ROOM}.gate.promotion:roll_back", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
     "export": Extra(f"{ROOM}.serve.card:write_card"),

@@ -38,6 +38,8 @@ _FIELD = re.compile(rf"(.*_)?({_SECRET})\d*|token|(.*_)?db_?pass|.+_pwd")
 _VARIABLE = re.compile(rf"(.*_)?({_SECRET}|{_SECRET_IN_VARIABLE})_?\d*(?P<of>_.*)?")
 # not secrets: SGLANG_INIT_NEW_TOKEN_RATIO=0.7, PASS_AT_K=8
 _NUMBER = re.compile(r"[-+]?(\d{1,9}|\d{0,9}\.\d{1,9})")
+# arguments of rewards that name an environment variable, with what is before its name
+_NAMING = {"key_env": "", "url": "$"}
 SECRET_CHARS_MIN = 4  # shorter ones occur in every text
 # fragments of a key of this length are hidden, as a service may echo a part of it
 FRAGMENT_CHARS = 8
@@ -185,11 +187,41 @@ class Secrets(NamedTuple):
 
 
 def named_variables(args: Any) -> set[str]:
-    """The environment variables that arguments of rewards name: `key_env = "NAME"`, and any text
-    `$NAME`.
+    """The environment variables that arguments of rewards name: `key_env = "NAME"`, any text
+    `$NAME`, and those of Secret blocks.
     """
-    texts = [(path[-1], value) for path, value in _strings({"args": args}, ())]
+    texts = [(path[-1], value) for path, value in _strings({"args": with_variables(args)}, ())]
     return {value.removeprefix("$") for name, value in texts if name == "key_env" or value.startswith("$")} - {""}
+
+
+def named_blocks(args: Any) -> dict[str, str]:
+    """The Secret blocks of Prefect that arguments of rewards name, `key_env` or `url` =
+    `{"block": NAME}`: each with the environment variable that flows put its value into.
+    """
+    blocks: dict[str, str] = {}
+    for name, value in args.items() if isinstance(args, dict) else ():
+        blocks |= {block: _variable_of(block)} if (block := _block_of(name, value)) else named_blocks(value)
+    return blocks
+
+
+def with_variables(args: Any) -> Any:
+    """The arguments with the environment variable of each Secret block in its place."""
+    if not isinstance(args, dict):
+        return args
+    return {
+        name: _NAMING[name] + _variable_of(block) if (block := _block_of(name, value)) else with_variables(value)
+        for name, value in args.items()
+    }
+
+
+def _block_of(name: str, value: Any) -> str:
+    """The Secret block that an argument names; empty where it names none."""
+    is_block = name in _NAMING and isinstance(value, dict) and value.keys() == {"block"}
+    return value["block"] if is_block and isinstance(value["block"], str) else ""
+
+
+def _variable_of(block: str) -> str:
+    return f"RLPIPE_SECRET_{block.upper().replace('-', '_')}"
 
 
 def _is_secret(name: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlpipe.base.errors import RunWaits, StoreError, UserError
 from rlpipe.base.values import Metrics
@@ -40,7 +40,15 @@ PARENT = "post-train"  # the phase tag of the parent, the MLflow run around thos
 SENT_TAG = "rlpipe.sent_"
 STOPPED_TAG = "rlpipe.stopped"
 POLICY_TAG = "rlpipe.policy"
-GATE_TAG = "rlpipe.gate"  # of a registered version: passed or failed
+GATE_TAG = "rlpipe.gate"  # of a registered version: its verdict
+Verdict = Literal["passed", "failed", "revoked"]  # revoked: passed first, failed a later evaluation
+# verdict -> those that it replaces: a run that is started again promotes nothing twice, and nothing
+# that was revoked
+REPLACED: dict[Verdict, tuple[str | None, ...]] = {
+    "passed": (None, "failed"),
+    "failed": (None,),
+    "revoked": (None, "passed", "revoked"),
+}
 CHAMPION = "champion"  # the alias of the newest version that passed
 # the source of tables: of each iteration some of the rollouts that it trained on
 ROLLOUTS = "rollouts"
@@ -64,24 +72,6 @@ def tracking_uri(config: PipelineConfig) -> str:
     """
     uri = config.tracking.uri
     return os.environ.get("MLFLOW_TRACKING_URI", uri) if uri == TrackingConfig().uri else uri
-
-
-def champion_tags(config: PipelineConfig) -> dict[str, str] | None:
-    """The tags of the version of the project's model that is champion; None where there is none.
-    UserError when MLflow does not say.
-    """
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        client = MlflowClient(with_password_aside(tracking_uri(config)))
-        return dict(client.get_model_version_by_alias(config.tracking.project, CHAMPION).tags)
-    except MlflowException as error:
-        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, or alias
-            return None
-        raise UserError(f"evaluation.gate_against='champion': {said_of(error, tracking_uri(config))}") from error
 
 
 def status_of(error: BaseException) -> str:
@@ -169,11 +159,12 @@ class Tracker:
         self._submit(lambda: self._client.log_artifact(self._open(PARENT).run_id, str(curves)))
         self._submit(lambda: self._register(policy_url, tags, on_registered), is_due=True)
 
-    def judged(self, policy_url: str, passed: bool, on_promoted: Callable[[], None]) -> None:
-        """Notes what the gate said of a policy that `publish` registers: a version that passed gets
-        the alias `champion`, once; then `on_promoted` is called, in the tracker's thread.
+    def judged(self, policy_url: str, verdict: Verdict, on_judged: Callable[[], None]) -> None:
+        """Notes what the gate said of a registered policy: a version that passed gets the alias
+        `champion`, once. Where the verdict replaces another, `on_judged` is called, in the
+        tracker's thread.
         """
-        self._submit(lambda: self._judge(policy_url, passed, on_promoted), is_due=True)
+        self._submit(lambda: self._judge(policy_url, verdict, on_judged), is_due=True)
 
     def close(self) -> None:
         """Sends MLflow the end status of the run, and waits a bounded time for the rest to be
@@ -357,19 +348,17 @@ class Tracker:
         versions = self._client.search_model_versions(f"name = '{self._project}'")
         return [version for version in versions if version.tags.get(POLICY_TAG) == policy_url]
 
-    def _judge(self, policy_url: str, passed: bool, on_promoted: Callable[[], None]) -> None:
+    def _judge(self, policy_url: str, verdict: Verdict, on_judged: Callable[[], None]) -> None:
         """Moves the alias before the tag: where the process dies in between, the next start does it
-        again. A version with the tag is left alone, as the alias may have moved on since, or back.
+        again. A version that passed is left alone, as the alias may have moved on since, or back.
         """
         for version in self._registered(policy_url):
-            if version.tags.get(GATE_TAG) == "passed":
+            if version.tags.get(GATE_TAG) not in REPLACED[verdict]:
                 continue
-            if passed:
+            if verdict == "passed":
                 self._client.set_registered_model_alias(self._project, CHAMPION, version.version)
-            verdict = "passed" if passed else "failed"
             self._client.set_model_version_tag(self._project, version.version, GATE_TAG, verdict)
-            if passed:
-                on_promoted()
+            on_judged()
 
     def _end(self) -> None:
         """Ends the MLflow runs that are RUNNING; where this process began no phase, only those that

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.config.extras import REWARDS
-from rlpipe.config.secrecy import Secrets, named_variables
+from rlpipe.config.secrecy import Secrets, named_variables, with_variables
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
@@ -130,6 +130,7 @@ def _scorers(
     rewards: dict[str, float], args: RewardArgs, workers: int, timeout_s: float, secrets: Secrets
 ) -> list[ProcessScorer | HttpScorer]:
     check_names(rewards, args)
+    args = with_variables(args)
     scorers: list[ProcessScorer | HttpScorer] = []
     functions = {name: weight for name, weight in rewards.items() if not is_service(name)}
     if functions:

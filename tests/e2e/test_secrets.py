@@ -37,7 +37,8 @@ PLANTED = {name: f"planted-{name}-4711" for name in ("service", "token", "mlflow
 ECHO_EVERY = 5
 AUTH = f"admin:{PLANTED['prefect']}"
 REWARDS = "rl.rewards={format = 1.0, remote = 1.0}"
-REWARD_ARGS = 'rl.reward_args={remote = {url = "$GRADER_URL", key_env = "GRADER_KEY"}}'
+REWARD_ARGS = 'rl.reward_args={remote = {url = "$GRADER_URL", key_env = {block = "grader"}}}'
+BLOCK = 'import os; from prefect.blocks.system import Secret; Secret(value=os.environ["GRADER_KEY"]).save("grader")'
 # logs every unpickling of something other than plain values, with who did it
 HOOK = """
 import os, sys
@@ -128,9 +129,10 @@ def environment(
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[Stand]:
-    """A server that asks for a password, and workers of all three pools."""
+    """A server that asks for a password and has a Secret block, and workers of all three pools."""
     told = {**environment, "PYTHONPATH": environment["HOOKS"]}
     with running_stand(tmp_path_factory.mktemp("stand"), told) as stand:
+        stand.run(BIN / "python", "-c", BLOCK)
         for pool in ("train-gpu", "rollout-gpu"):
             stand.spawn(f"worker-{pool}", "worker", "start", "--pool", pool)
         yield stand

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -17,19 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from prefect.events.schemas.automations import AutomationCore
+from prefect.server.events.actions import RunDeployment
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 
 from flows import PRESETS, cli, cli_start
 from flows.cli_start import look_commands
 from flows.early_server import EarlyServer
+from flows.events import Event, Facts, tell
 from flows.post_train import post_train
 from flows.rl import rl
 from flows.server import AUTOMATIONS, BLOCK
 from flows.session import AGAIN, with_advice
 from flows.sft import sft
 from flows.ui import TEXT_MAX, _literal
+from rlpipe import __version__
 from rlpipe.base.errors import StepRefused, StoreError, UserError
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import change_config, read_config
@@ -145,11 +150,40 @@ def test_the_automations_are_what_this_prefect_understands_and_name_deployments_
 
 def test_the_form_is_filled_with_the_tiny_preset() -> None:
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    forms = {entry["name"]: entry for entry in deployments if not entry["name"].startswith("serve-")}
-    assert {entry["name"] for entry in deployments} - set(forms) == {"serve-trainer", "serve-engines"}
+    forms = {entry["name"]: entry for entry in deployments if "config" in entry.get("parameters", {})}
+    others = {"serve-trainer", "serve-engines", "promote", "rollback"}
+    assert {entry["name"] for entry in deployments} - set(forms) == others
     assert set(forms) == {"post-train", "sft", "rl", "evaluate"}
     for entry in forms.values():
         assert entry["parameters"]["config"] == tomllib.loads((ROOT / "flows/presets/tiny.toml").read_text())
+
+
+def test_deployments_have_the_version_of_rlpipe_and_tags_by_what_they_are_for() -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    assert {entry["version"] for entry in deployments} == {__version__}
+    assert {entry["name"]: " ".join(entry["tags"]) for entry in deployments} == {
+        **dict.fromkeys(("post-train", "sft", "rl"), "rlpipe pipeline"),
+        "evaluate": "rlpipe evaluation",
+        **dict.fromkeys(("promote", "rollback"), "rlpipe promotion"),
+        **dict.fromkeys(("serve-trainer", "serve-engines"), "rlpipe service"),
+    }
+
+
+@pytest.mark.parametrize(("name", "event"), [("promote", "gate.passed"), ("rollback", "gate.failed")])
+def test_an_event_of_a_gate_starts_a_deployment_with_what_it_says(name: str, event: Event) -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    (trigger,) = next(entry["triggers"] for entry in deployments if entry["name"] == name)
+    facts: Facts = {"policy": "/store/runs/a/x", "weight_version": 12, "store": "file:///store"}
+    with mock.patch("flows.events.emit_event") as emitted:
+        tell("a", event, "it is so", facts)
+    received = ReceivedEvent.model_validate(
+        {"occurred": "2026-01-01T00:00:00Z", "id": "00000000-0000-0000-0000-000000000001", **emitted.call_args.kwargs}
+    )
+    assert EventTrigger.model_validate(trigger).covers(received)
+    parameters = trigger["parameters"]
+    RunDeployment._upgrade_v1_templates(parameters)
+    context = HydrationContext(render_jinja=True, jinja_context={"event": received})
+    assert hydrate(parameters, context) == {"run": "a", "version": 12, "store": "file:///store"}
 
 
 @pytest.mark.parametrize(("starts", "retried"), [("0", True), ("9", True), ("10", False), ("11", False)])

@@ -27,8 +27,8 @@ RANK = {
     "extras": 9,
 }  # fmt: skip
 ONLY_IN = {
-    "obstore": "store", "botocore": "store", "mlflow": "report", "starlette": "extras/view", "uvicorn": "extras/view",
-    "plotly": "extras/view", "duckdb": "extras/queries", "scipy": "extras/why extras/gate",
+    "obstore": "store", "botocore": "store", "mlflow": "report extras/gate", "starlette": "extras/view",
+    "uvicorn": "extras/view", "plotly": "extras/view", "duckdb": "extras/queries", "scipy": "extras/why extras/gate",
 }  # fmt: skip
 NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
 TORCH_IN = {"trainer", "engines", "algorithms", "models", "extras/local_engine"}

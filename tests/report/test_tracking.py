@@ -21,7 +21,7 @@ from rlpipe.loop.session import open_session
 from rlpipe.processes.launch import free_port
 from rlpipe.report import tracking
 from rlpipe.report.curves import BEFORE_RL, DataSet, Point
-from rlpipe.report.tracking import Tracker, status_of
+from rlpipe.report.tracking import Tracker, Verdict, status_of
 from rlpipe.store.backend import open_store
 from rlpipe.store.code_version import code_version
 from rlpipe.store.run import Run
@@ -263,33 +263,40 @@ def test_the_champion_moves_once_to_a_version_that_passed_its_gate(
     monkeypatch.chdir(tmp_path)
     curves = tmp_path / "curves.png"
     curves.write_bytes(b"png")
-    promoted: list[str] = []
+    judged: list[tuple[str, str]] = []
 
-    def start(run: str, passed: bool) -> None:
+    def start(run: str, verdict: Verdict) -> None:
         publisher = Tracker(run_of(tmp_path, run=run), points)
         publisher.publish(f"/store/{run}", 6, {}, curves, {}, lambda: None)
-        publisher.judged(f"/store/{run}", passed, partial(promoted.append, run))
+        publisher.judged(f"/store/{run}", verdict, partial(judged.append, (run, verdict)))
         publisher.close()
 
     def champion() -> str:
         return client(tmp_path).get_model_version_by_alias("rlpipe", "champion").tags["rlpipe.run"]
 
-    start("a", passed=True)
-    start("b", passed=False)
-    assert (champion(), promoted) == ("a", ["a"])
+    start("a", "passed")
+    start("b", "failed")
+    start("b", "revoked")  # it was never promoted
+    assert (champion(), judged) == ("a", [("a", "passed"), ("b", "failed")])
     versions = client(tmp_path).search_model_versions("name = 'rlpipe'")
     assert {version.tags["rlpipe.run"]: version.tags["rlpipe.gate"] for version in versions} == {
         "a": "passed",
         "b": "failed",
     }
-    start("b", passed=True)  # by other rules
-    start("a", passed=True)  # started again: it was promoted, and is not a second time
-    assert (champion(), promoted) == ("b", ["a", "b"])
+    judged.clear()
+    start("b", "passed")  # by other rules
+    start("a", "passed")  # started again: it was promoted, and is not a second time
+    start("a", "failed")
+    assert (champion(), judged) == ("b", [("b", "passed")])
     # the process died between alias and tag
     (first,) = (version for version in versions if version.tags["rlpipe.run"] == "a")
     client(tmp_path).delete_model_version_tag("rlpipe", first.version, "rlpipe.gate")
-    start("a", passed=True)
-    assert (champion(), promoted) == ("a", ["a", "b", "a"])
+    start("a", "passed")
+    assert (champion(), judged) == ("a", [("b", "passed"), ("a", "passed")])
+    judged.clear()
+    for verdict in ("revoked", "passed", "revoked"):  # said each time, as an event may have been lost
+        start("b", verdict)
+    assert (champion(), judged) == ("a", [("b", "revoked"), ("b", "revoked")])
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ PLANTED = {
         "RLPIPE_SERVICE_KEY", "RLPIPE_VIEW_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
         "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING",
         "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWD",
+        "RLPIPE_SECRET_GRADER",  # of a Secret block
         "GRADER", "GRADER_PLACE",  # that only the arguments of rewards call secrets
     )
 } | {"MLFLOW_TRACKING_URI": "https://user:planted-mlflow-4711@host/"}  # fmt: skip
@@ -110,12 +111,11 @@ def test_what_code_gets_of_an_environment() -> None:
         and given["PATH"] == os.environ["PATH"]
     )
     assert named_variables(
-        {"a:f": {"key_env": "A", "other": "$B", "list": ["$C"], "cost": "5$"}, "b": {"key_env": ""}}
-    ) == {
-        "A",
-        "B",
-        "C",
-    }
+        {
+            "a:f": {"key_env": "A", "other": "$B", "list": ["$C"], "cost": "5$"},
+            "b": {"key_env": "", "url": {"block": "my-url"}, "other": {"block": "no"}},
+        }
+    ) == {"A", "B", "C", "RLPIPE_SECRET_MY_URL"}
     with pytest.raises(UserError, match=r"rl\.pass_environment: NOT_SET is not set"):
         check_agent(RlConfig(agent="spy:agent", pass_environment=["NOT_SET"]))
 
@@ -150,7 +150,12 @@ async def test_an_environment_shows_no_secret_but_what_is_passed() -> None:
 @needs_landlock
 def test_a_reward_function_sees_the_key_that_its_own_arguments_name_and_no_other() -> None:
     item = {"prompt": PROMPT, "completion": "x", "rollout": unsampled_facts("x")}
-    for args, seen in (({}, []), ({"key_env": "GRADER"}, ["GRADER"])):
+    of_block = {"key_env": {"block": "grader"}}
+    for args, seen in (
+        ({}, []),
+        ({"key_env": "GRADER"}, ["GRADER"]),
+        (of_block, ["RLPIPE_SECRET_GRADER"]),
+    ):
         rewards, every = {"spy:reward": 1.0}, {"spy:reward": args}
         with RewardPool(
             rewards, every, workers=1, timeout_s=DEADLINE_S, secrets=Secrets((), named_variables(ARGS))

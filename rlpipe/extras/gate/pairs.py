@@ -9,7 +9,7 @@ from typing import Any
 from rlpipe.algorithms.answers import prompt_scores
 from rlpipe.base.errors import UserError
 from rlpipe.config.passing import passing_reward
-from rlpipe.extras.gate.champion import champion
+from rlpipe.extras.gate.registry import champion
 from rlpipe.records.rollout import SCORES, Group, Rollout, grouped
 from rlpipe.report.curves import evaluation_of
 from rlpipe.report.show import flat_settings
