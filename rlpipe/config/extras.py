@@ -36,6 +36,8 @@ COMMANDS = {
     "gate of a run": Extra(f"{ROOM}.gate.command:judge", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
+    "search --explore": Extra(f"{ROOM}.search.population:Population"),
+    "search in progress": Extra(f"{ROOM}.search.course:Course"),
     "export": Extra(f"{ROOM}.serve.card:write_card"),
     "serve": Extra(f"{ROOM}.serve.server:serve_policy"),
     "chat": Extra(f"{ROOM}.serve.talk:talk"),
