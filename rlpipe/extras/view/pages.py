@@ -74,7 +74,7 @@ def part_of(rows: list[Any], query: QueryParams) -> TablePart:
 
 
 def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
-    """All runs, the most recently active first.
+    """All runs, the most recently active first, and all searches.
 
     The record of a run's newest iteration has its curve, so no other is read.
     """
@@ -82,7 +82,8 @@ def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
     known = [summary for summary in summaries.values() if isinstance(summary, RunSummary)]
     known.sort(key=lambda summary: summary.ended_at.timestamp() if summary.ended_at else 0.0, reverse=True)
     unread = {name: summary for name, summary in summaries.items() if isinstance(summary, str)}
-    return Page("runs.html", {"summaries": known, "unread": unread})
+    values = {"summaries": known, "unread": unread, "searches": library.store.folders("searches")}
+    return Page("runs.html", values)
 
 
 def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:
