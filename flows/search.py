@@ -65,7 +65,9 @@ async def search(
         await _show(course, f"search {name}, after {iterations} iterations, by {by}")
     winner, lineage = course.winner()
     report = SearchReport(winner=winner, lineage=lineage, stopped=course.over)
-    return Completed(name="Stopped", message=course.over, data=report) if course.over else report  # pyright: ignore[reportReturnType]
+    if not course.over:
+        return report
+    return Completed(name="Stopped", message=course.over, data=report)  # pyright: ignore[reportReturnType]
 
 
 async def _train(course: Any, together: int) -> None:

@@ -141,7 +141,11 @@ def test_a_candidate_that_a_rule_ended_is_no_damage(parent: Run, monkeypatch: py
     ("together", "sets", "message"),
     [
         (0, [], "--together 0: use a number of candidates from 1 on"),
-        (2, ["engines.gpu_ids=[0]"], r"--together 2: engines\.gpu_ids=\[0\] would be the GPUs of all of them"),
+        (
+            2,
+            ["engines.gpu_ids=[0]", "engines.count=1"],
+            r"--together 2: engines\.gpu_ids=\[0\] would be the GPUs of all of them",
+        ),
         (2, ["trainer.gpu_ids=[0, 1]", "trainer.ranks=2"], r"trainer\.gpu_ids=\[0, 1\]"),
     ],
 )
