@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.cli_services import STORE, StoreUrl, checked_store
-from flows.cli_start import Started, iteration_of, on_server
+from flows.cli_start import STOPPED, Started, iteration_of, on_server
 from flows.early_server import server_beside
 from flows.printing import AsJson, beside_json, echo_report
 from flows.server import set_defaults
@@ -18,6 +18,9 @@ from rlpipe.base.errors import UserError
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.store.forks import way_to_resume
 from rlpipe.store.opening import open_existing
+
+if TYPE_CHECKING:
+    from flows.search import SearchReport
 
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # between two values, and not inside of a list or a table
 Vary = Annotated[
@@ -37,32 +40,43 @@ def search_command(
     rungs: Rungs = "5,10,20",
     keep: Keep = 0.5,
     name: Annotated[str | None, typer.Option(help="of the search, and of its forks; by default RUN-search")] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="those that lost go on as forks of a winner, with its settings disturbed")
+    ] = False,
+    together: Annotated[int, typer.Option(metavar="N", help="candidates that are trained at once")] = 1,
     as_json: AsJson = False,
     store: StoreUrl = STORE,
 ) -> None:
-    """Find the best settings for a run by successive halving over its forks.
+    """Find the best settings for a run by successive halving over its forks, or with --explore by
+    population-based training.
 
     All are trained to the first rung, the better half to the second, and so on. The same command
-    goes on with a search that was killed.
+    goes on with a search that was killed. It ends with 3 where the budget of RUN, for all forks
+    together, is spent.
     """
     set_defaults()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     parent = open_existing(checked_store(store), run)
     numbers = [_whole(entry) for entry in rungs.split(",")]
-    make: Any = opened(COMMANDS["search"], "search")
+    make: Any = opened(COMMANDS["search --explore" if explore else "search"], "search")
     plan = make(name or f"{run}-search", run, iteration_of(at), dict(map(varied, vary)), numbers, keep, by)
-    plan.check(parent)
+    plan.check(parent, together)
 
-    def load() -> Started[str]:
+    def load() -> Started[SearchReport]:
         from flows.search import search
 
-        return lambda: search(plan.name, run, plan.at, plan.vary, plan.rungs, keep, by, store)
+        options = (numbers, keep, by, store, explore, together)
+        return lambda: search(plan.name, run, plan.at, plan.vary, *options)
 
     config = parent.config.model_copy(update={"run": plan.name, "store": store})
     with beside_json(as_json), server_beside(config) as early:
-        winner, _ = on_server(config, early, load)
-    more = f"{way_to_resume(config.model_copy(update={'run': winner}))} --set rl.num_iterations=N"
-    echo_report(plan.outcome(parent.store, more), as_json=as_json)
+        result, _ = on_server(config, early, load)
+    winner = config.model_copy(update={"run": result["winner"]})
+    more = f"{way_to_resume(winner)} --set rl.num_iterations=N"
+    outcome = plan.outcome(parent.store, result["winner"], result["lineage"], result["stopped"], more)
+    echo_report(outcome, as_json=as_json)
+    if result["stopped"]:
+        raise typer.Exit(STOPPED)
 
 
 def varied(entry: str) -> tuple[str, list[str]]:

@@ -7,26 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, TypedDict
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
+from prefect.states import Completed
 
 from flows.printing import echo, echo_all
 from flows.rl import rl
-from flows.ui import only_shown
+from flows.terminal import named_lines
+from flows.ui import image, only_shown
 from rlpipe.base.errors import StepRefused
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.store.backend import open_store
-from rlpipe.store.opening import fork, open_existing
-from rlpipe.store.run import Run
+from rlpipe.store.opening import open_existing
+
+
+class SearchReport(TypedDict):
+    """The result of a search: the run that won, or that is the best so far; its settings and what
+    it was forked from; the budget that ended the search, or an empty text.
+    """
+
+    winner: str
+    lineage: str
+    stopped: str
 
 
 @flow(name="search", flow_run_name="search {name}", persist_result=False)
 async def search(
-    name: str, run: str, at: int, vary: dict[str, list[str]], rungs: list[int], keep: float, by: str, store: str
-) -> str:
-    """The winner of successive halving over forks of a run.
+    name: str, run: str, at: int, vary: dict[str, list[str]], rungs: list[int], keep: float, by: str, store: str,
+    explore: bool = False, together: int = 1,
+) -> SearchReport:  # fmt: skip
+    """The winner of a search over forks of a run.
 
     Args:
         name: The name of the search; the same name goes on after its last decision.
@@ -37,43 +49,69 @@ async def search(
         keep: The share of them that goes on after a comparison.
         by: The metric of evaluations by which, such as evaluation/words_pass_at_1; more is better.
         store: Where the run is.
+        explore: True: those that lost go on as forks of a winner, with its settings disturbed.
+        together: The number of candidates that are trained at once.
     """
-    plan: Any = opened(COMMANDS["search"], "search")(name, run, at, vary, rungs, keep, by)
+    plan: Any = opened(COMMANDS["search --explore" if explore else "search"], "search")(
+        name, run, at, vary, rungs, keep, by
+    )
     parent = await asyncio.to_thread(lambda: open_existing(open_store(store), run))
-    await asyncio.to_thread(plan.check, parent)
-    await asyncio.to_thread(plan.begin, parent.store)
-    decided = await asyncio.to_thread(lambda: list(plan.decided(parent.store)))
-    for number in range(len(decided), len(rungs)):
-        scores, why = dict[str, float | None](), dict[str, str]()
-        for candidate in plan.candidates:
-            if not decided or candidate in decided[-1].kept:
-                scores[candidate] = await _scored(plan, parent, candidate, rungs[number], why)
-        decided.append(await asyncio.to_thread(plan.decide, parent.store, number, scores, why))
-        await _show(name, f"after {rungs[number]} iterations, by {by}", plan.report(decided))
-    return decided[-1].kept[0]
+    await asyncio.to_thread(plan.check, parent, together)
+    course = await asyncio.to_thread(opened(COMMANDS["search in progress"], "search").begun, plan, parent)
+    while not course.is_done:
+        iterations = course.iterations
+        await _train(course, together)
+        await asyncio.to_thread(course.decide)
+        await _show(course, f"search {name}, after {iterations} iterations, by {by}")
+    winner, lineage = course.winner()
+    report = SearchReport(winner=winner, lineage=lineage, stopped=course.over)
+    if not course.over:
+        return report
+    return Completed(name="Stopped", message=course.over, data=report)  # pyright: ignore[reportReturnType]
 
 
-async def _scored(plan: Any, parent: Run, candidate: str, iterations: int, why: dict[str, str]) -> float | None:
-    """Trains a candidate so far, and returns its score; None where a step would damage its policy,
-    or a rule or budget ended it before, with the reason in `why`.
-    """
-    config = await asyncio.to_thread(plan.config, parent, candidate, iterations)
-    await asyncio.to_thread(fork, parent, plan.at, config)
+async def _train(course: Any, together: int) -> None:
+    """Trains the candidates of a rung, so many at once; the first fault of one ends the others."""
+    free = asyncio.Semaphore(together)
+
+    async def begin(name: str) -> None:
+        async with free:
+            with named_lines(name if together > 1 else ""):
+                await _try(course, name)
+
+    fault: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name in course.entrants():
+                group.create_task(begin(name))
+    except BaseExceptionGroup as faults:
+        fault = faults.exceptions[0]  # raised with its own cause, outside of the group
+    if fault is not None:
+        raise fault
+
+
+async def _try(course: Any, name: str) -> None:
+    """Trains a candidate up to the rung, and judges it."""
+    config = await asyncio.to_thread(course.begin, name)
+    if config is None:
+        return
     try:
         await rl(config=config)
     except StepRefused as error:
-        why[candidate] = str(error).splitlines()[0][:200]
-        return None
-    if reason := await asyncio.to_thread(plan.stopped, parent.store, candidate, iterations):
-        why[candidate] = reason
-        return None
-    return await asyncio.to_thread(plan.score, parent.store, candidate, iterations)
+        await asyncio.to_thread(course.refuse, name, error)
+    else:
+        await asyncio.to_thread(course.judge, name)
 
 
-async def _show(name: str, when: str, lines: list[str]) -> None:
-    """Prints the table, and puts it on the page of the flow run."""
-    echo(f"\nsearch {name}, {when}:")
+async def _show(course: Any, title: str) -> None:
+    """Prints the table, and puts it on the page of the flow run, with curves."""
+    lines = course.report()
+    echo(f"\n{title}:")
     echo_all(lines)
     with only_shown():
-        key = re.sub("[^a-z0-9]+", "-", f"search-{name}".lower())
-        await acreate_markdown_artifact("\n".join([f"# search {name}, {when}", "", *lines]), key=key)
+        curves = await asyncio.to_thread(course.picture)
+        key = re.sub("[^a-z0-9]+", "-", f"search-{course.search.name}".lower())
+        markdown = [f"# {title}", "", *lines, "", image("png", curves)]
+        if course.over:
+            markdown[1:1] = ["", course.over]
+        await acreate_markdown_artifact("\n".join(markdown), key=key)

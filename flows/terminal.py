@@ -4,9 +4,12 @@ errors. The log folder has all of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,19 @@ LOG_NAME = "flows.log"
 # Prefect logs these for the failed task and for every flow around it; the last line of `rlpipe run`
 # says it once, with the advice
 SAID_AT_THE_END = ("Encountered exception during execution", "Finished in state", "Crash detected!")
+
+
+_run: ContextVar[str] = ContextVar("run", default="")  # empty where there is one at a time
+
+
+@contextlib.contextmanager
+def named_lines(run: str) -> Iterator[None]:
+    """Puts the name of a run before each line and bar of the body."""
+    token = _run.set(f"{run}: " if run else "")
+    try:
+        yield
+    finally:
+        _run.reset(token)
 
 
 class OneLine(logging.Formatter):
@@ -52,6 +68,7 @@ def log_to(folder: Path) -> None:
 def bar(title: str, total: int, done: int, unit: str) -> tqdm[Any]:
     """A progress bar on stderr; without a terminal, only the lines are written."""
     # disable=None: only where stderr is no terminal
+    title = _run.get() + title
     return tqdm(total=total, initial=done, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True)
 
 
@@ -60,7 +77,7 @@ def say(line: str) -> None:
     from the log.
     """
     if not of_deployment():
-        echo_above(line)
+        echo_above(f"{_run.get()}{line}")
     get_run_logger().info(line)
 
 

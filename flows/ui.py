@@ -163,7 +163,7 @@ async def _show(key: str, markdown: list[str], description: str, before: UUID | 
 
 
 def _curve(record: IterationRecord) -> str:
-    return _image("svg+xml", reward_svg(record.curve).encode())
+    return image("svg+xml", reward_svg(record.curve).encode())
 
 
 def _rollout_tables(session: Session, record: IterationRecord) -> list[str]:
@@ -258,7 +258,7 @@ async def publish_report(session: Session, total: int, gate_failed: str | None =
         "",
         *_preformatted(compared),
     ]
-    await _show(f"{_key(session)}-report", [*lines, _image("png", curve.read_bytes())], "Before and after RL, curves")
+    await _show(f"{_key(session)}-report", [*lines, image("png", curve.read_bytes())], "Before and after RL, curves")
     report: RunReport = {"run": run.name, "policy": folder, "curves": str(curve), "before_after": compared}
     report["gate_failed"] = gate_failed or ""
     return report | ({"untrained": str(skipped), "trained_nothing": skipped.is_all} if skipped.num else {})
@@ -359,6 +359,6 @@ def _preformatted(lines: list[str]) -> list[str]:
     return ["```text", *lines, "```", ""] if lines else []
 
 
-def _image(kind: str, data: bytes) -> str:
+def image(kind: str, data: bytes) -> str:
     """An image inside markdown: an artifact of type image shows its whole address beside itself."""
     return f"![curves](data:image/{kind};base64,{base64.b64encode(data).decode()})"

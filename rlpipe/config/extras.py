@@ -39,6 +39,8 @@ COMMANDS = {
     "rollback": Extra(f"{ROOM}.gate.promotion:roll_back", *GATE),
     "why": Extra(f"{ROOM}.why.command:explain", *WHY),
     "search": Extra(f"{ROOM}.search.halving:Search"),
+    "search --explore": Extra(f"{ROOM}.search.population:Population"),
+    "search in progress": Extra(f"{ROOM}.search.course:Course"),
     "export": Extra(f"{ROOM}.serve.card:write_card"),
     "serve": Extra(f"{ROOM}.serve.server:serve_policy"),
     "chat": Extra(f"{ROOM}.serve.talk:talk"),

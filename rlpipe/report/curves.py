@@ -218,6 +218,18 @@ def evaluation_of(run: Run, version: int) -> Manifest | None:
     return artifact[1] if artifact else None
 
 
+def metric_points(run: Run, metric: str, versions: list[int]) -> list[tuple[int, float]]:
+    """[(weight version, value)] of a metric of evaluations: of these versions, in order, and of
+    those between the first and the last that `evaluation.every` makes, where there is one.
+    """
+    every, points = run.config.evaluation.every, []
+    for version in range(versions[0], versions[-1] + 1):
+        if version in versions or (every and version % every == 0):
+            made = evaluation_of(run, version)
+            points += [(version, made.metrics[metric])] if made and metric in made.metrics else []
+    return points
+
+
 def draw_curves(run: Run, num_iterations: int, path: Path) -> None:
     """A PNG of reward, evaluation, length, KL and time per stage over the iterations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -74,13 +74,15 @@ def part_of(rows: list[Any], query: QueryParams) -> TablePart:
 
 
 def runs_page(library: Library, _place: Place, _query: QueryParams) -> Page:
-    """All runs, the most recently active first.
+    """All runs, the most recently active first, and all searches.
 
     The record of a run's newest iteration has its curve, so no other is read.
     """
     report = runs_report(library.store)
     known = sorted(report.runs, key=lambda run: run.ended_at.timestamp() if run.ended_at else 0.0, reverse=True)
-    return Page("runs.html", {"summaries": known, "unread": report.unread})
+    return Page(
+        "runs.html", {"summaries": known, "unread": report.unread, "searches": library.store.folders("searches")}
+    )
 
 
 def compare_page(library: Library, _place: Place, query: QueryParams) -> Page:

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.printable import printable
 from rlpipe.base.values import JsonDict
-from rlpipe.extras.view import pages, pages_rollouts
+from rlpipe.extras.view import pages, pages_rollouts, searches
 from rlpipe.extras.view.library import Library
 from rlpipe.extras.view.pages import Page
 from rlpipe.extras.view.plots import Plot
@@ -49,6 +49,7 @@ PAGES: dict[str, Show] = {
     "/": pages.runs_page,
     "/compare": pages.compare_page,
     "/search": pages_rollouts.search_page,
+    "/searches/{search}": searches.candidates_page,
     "/runs/{run}": pages.run_page,
     "/runs/{run}/prompts": pages_rollouts.prompt_page,
     "/runs/{run}/evaluations": pages.evaluations_page,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,16 +13,24 @@ from hypothesis import strategies as st
 
 from flows.cli_search import varied
 from rlpipe.base.errors import UserError
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
 from rlpipe.extras.search import halving
-from rlpipe.extras.search.halving import Decision, Search
+from rlpipe.extras.search.halving import Decision, Search, check_together
+from rlpipe.extras.search.report import table
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import create_or_continue
 from rlpipe.store.run import AT_SFT, Run
 from tests.paths import PRESETS
+from tests.store.test_run import commit_iterations
 
 RATES = ["1e-4", "2e-4", "4e-4", "8e-4"]
+TINY = read_config("tiny", ["run=a"], PRESETS)
 SEARCH = Search("s", "a", AT_SFT, {"rl.learning_rate": RATES}, [5, 10], 0.5, "evaluation/words_pass_at_1")
+
+
+def config_of(search: Search, parent: Run, name: str) -> PipelineConfig:
+    return search.config(parent, name, search.candidates[name], 10)
 
 
 @pytest.fixture
@@ -31,7 +40,7 @@ def parent(tmp_path: Path) -> Run:
 
 def test_each_combination_is_a_candidate_in_a_fixed_order() -> None:
     two = replace(SEARCH, vary={"rl.learning_rate": ["1e-4", "2e-4"], "rl.clip_high": ["0.2", "0.3"]})
-    assert two.candidates == {
+    assert {name: one.settings for name, one in two.candidates.items()} == {
         "s-0": ["rl.learning_rate=1e-4", "rl.clip_high=0.2"],
         "s-1": ["rl.learning_rate=1e-4", "rl.clip_high=0.3"],
         "s-2": ["rl.learning_rate=2e-4", "rl.clip_high=0.2"],
@@ -42,11 +51,11 @@ def test_each_combination_is_a_candidate_in_a_fixed_order() -> None:
 
 
 def test_a_candidate_has_its_own_settings_and_the_rest_of_the_run(parent: Run) -> None:
-    config = SEARCH.config(parent, "s-2", 10)
+    config = config_of(SEARCH, parent, "s-2")
     assert (config.run, config.rl.learning_rate, config.rl.num_iterations) == ("s-2", 4e-4, 10)
     assert config.store == parent.store.url
     assert (config.seed, config.rl.num_prompts) == (parent.config.seed, parent.config.rl.num_prompts)
-    assert replace(SEARCH, at=3).config(parent, "s-0", 10).rl.num_iterations == 14
+    assert config_of(replace(SEARCH, at=3), parent, "s-0").rl.num_iterations == 14
 
 
 @pytest.mark.parametrize(
@@ -60,15 +69,17 @@ def test_a_candidate_has_its_own_settings_and_the_rest_of_the_run(parent: Run) -
         ({"keep": 1.0}, "--keep 1"),
         ({"by": "rollout/reward_mean"}, "--by rollout/reward_mean: use a metric of evaluations"),
         ({"at": 7}, "iteration"),
+        ({"vary": {"sft.learning_rate": ["1e-3", "2e-3"]}, "at": 0}, "--vary: forks share what came before RL"),
         ({"vary": {"rl.num_iterations": ["5", "9"]}}, "--vary rl.num_iterations: the search sets it itself"),
         ({"vary": {"rl.learning_rate": ["1e-4", "0.0001"]}}, "two values, or combinations, are the same"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(
-    change: dict[str, object], message: str, parent: Run
+    change: dict[str, Any], message: str, parent: Run
 ) -> None:
+    commit_iterations(parent, 1)
     with pytest.raises(UserError, match=message):
-        replace(SEARCH, **change).check(parent)
+        replace(SEARCH, **({"at": 0} | change)).check(parent)
 
 
 @given(
@@ -79,32 +90,33 @@ def test_the_best_go_on_and_of_equals_the_first(scores: list[float | None], keep
     search = replace(SEARCH, keep=keep)
     given_scores = dict(zip(search.candidates, scores, strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(f"file://{folder}/store")
+        run = Run(open_store(f"file://{folder}/store"), TINY)
         if all(score is None for score in scores):
             with pytest.raises(UserError, match="no candidate came through 5 iterations"):
-                search.decide(store, 0, given_scores, {})
+                search.decide(run, [], given_scores, {})
             return
-        kept = search.decide(store, 0, given_scores, {}).kept
+        kept = search.decide(run, [], given_scores, {}).kept
     order = [(-score, number, name) for number, (name, score) in enumerate(given_scores.items()) if score is not None]
     assert kept == [name for *_, name in sorted(order)][: len(kept)]
     assert 1 <= len(kept) == min(len(order), -(-4 * int(keep * 100) // 100))
 
 
 def test_a_decision_stands_whoever_decides_again(parent: Run) -> None:
-    first = SEARCH.decide(parent.store, 0, {"s-0": 0.1, "s-1": 0.3, "s-2": 0.2, "s-3": None}, {"s-3": "not finite"})
+    first = SEARCH.decide(parent, [], {"s-0": 0.1, "s-1": 0.3, "s-2": 0.2, "s-3": None}, {"s-3": "not finite"})
     assert first == Decision(
         5, {"s-0": 0.1, "s-1": 0.3, "s-2": 0.2, "s-3": None}, ["s-1", "s-2"], {"s-3": "not finite"}
     )
-    assert SEARCH.decide(parent.store, 0, {"s-0": 0.9, "s-1": 0.0, "s-2": 0.0, "s-3": 0.0}, {}) == first
+    assert SEARCH.decide(parent, [], {"s-0": 0.9, "s-1": 0.0, "s-2": 0.0, "s-3": 0.0}, {}) == first
     assert list(SEARCH.decided(parent.store)) == [first]
-    last = SEARCH.decide(parent.store, 1, {"s-1": 0.3, "s-2": 0.4}, {})
+    last = SEARCH.decide(parent, [first], {"s-1": 0.3, "s-2": 0.4}, {})
     assert last.kept == ["s-2"] and list(SEARCH.decided(parent.store)) == [first, last]
-    report = SEARCH.outcome(parent.store, "rlpipe resume s-2")
-    assert (report.winner, report.decisions) == ("s-2", [first, last])
+    lines = table(SEARCH, [first, last])
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| s-2", "| s-1", "| s-0", "| s-3"]
+    assert lines[2].endswith("| 0.200 | 0.400 | the winner |") and lines[5].endswith("| not finite |")
+    assert lines[-1] == "The winner: s-2 (rl.learning_rate=4e-4), a fork of a at sft"
+    report = SEARCH.outcome(parent.store, "s-2", "s-2 (rl.learning_rate=4e-4)", "", "rlpipe resume s-2")
+    assert (report.winner, report.decisions) == ("s-2", [first, last]) and [*report.candidates] == [*SEARCH.candidates]
     assert report.lines()[-1].endswith("is run s-2 (rl.learning_rate=4e-4). For more iterations: rlpipe resume s-2")
-    table = SEARCH.report([first, last])
-    assert [line.split(" | ")[0] for line in table[2:]] == ["| s-2", "| s-1", "| s-0", "| s-3"]
-    assert table[2].endswith("| 0.200 | 0.400 | the winner |") and table[5].endswith("| not finite |")
 
 
 def test_a_search_of_the_same_name_is_the_same_search(parent: Run) -> None:
@@ -126,3 +138,25 @@ def test_a_candidate_that_a_rule_ended_is_no_damage(parent: Run, monkeypatch: py
     monkeypatch.setattr(halving, "reason_to_stop", lambda run, phase, done: f"stop.kl_max after {phase} {done}")
     assert SEARCH.stopped(parent.store, "a", 5) == "stop.kl_max after rl 0"
     assert SEARCH.stopped(parent.store, "a", 0) == "", "it has come as far as was asked for"
+
+
+@pytest.mark.parametrize(
+    ("together", "sets", "message"),
+    [
+        (0, [], "--together 0: use a number of candidates from 1 on"),
+        (
+            2,
+            ["engines.gpu_ids=[0]", "engines.count=1"],
+            r"--together 2: engines\.gpu_ids=\[0\] would be the GPUs of all of them",
+        ),
+        (2, ["trainer.gpu_ids=[0, 1]", "trainer.ranks=2"], r"trainer\.gpu_ids=\[0, 1\]"),
+    ],
+)
+def test_candidates_that_would_share_a_gpu_are_not_trained_at_once(
+    together: int, sets: list[str], message: str
+) -> None:
+    config = read_config("tiny", ["run=a", "model.dtype=bfloat16", *sets], PRESETS)
+    with pytest.raises(UserError, match=message):
+        check_together(config, together)
+    check_together(config, 1)
+    check_together(TINY, 8)

@@ -23,6 +23,9 @@ from rlpipe.base.values import JsonDict
 from rlpipe.config.operational import TrackingConfig
 from rlpipe.config.source import override_config
 from rlpipe.data.new_tokenizer import build_tokenizer
+from rlpipe.extras.search.course import Course
+from rlpipe.extras.search.halving import Search
+from rlpipe.extras.search.population import Population
 from rlpipe.extras.view import search as looking
 from rlpipe.extras.view.groups import iteration_groups
 from rlpipe.extras.view.library import Library
@@ -45,6 +48,7 @@ from tests.extras.queries.test_queries import (
     rows_of,
 )
 from tests.rows import BATCH, GAPS, PROMPTS, SCORES, fill, rollout, to_parquet
+from tests.search_world import AT, METRIC, play, searched_run
 from tests.store.test_run import record_of, sealed, tiny
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>\0\x1b[2J\x9b\u202e&amp;"
@@ -129,6 +133,39 @@ def test_the_first_page_shows_every_run_and_reads_no_rollouts(whole: Store, monk
         name, state = line.split()[0], line.split("  ")[-1].strip()
         assert f'href="/runs/{name}"' in html and (state in html or "forked" in state)
     assert "a at 0" in html and "unfinished" in text_of(html)
+
+
+@pytest.mark.parametrize("kind", [Search, Population])
+def test_a_search_has_the_table_of_its_report_and_a_curve_a_candidate(kind: type[Search], tmp_path: Path) -> None:
+    parent = searched_run(tmp_path)
+    store, vary = parent.store, {"rl.learning_rate": ["1e-4", "2e-4", "4e-4", "8e-4"]}
+    assert "Searches:" not in page(store, "/")
+    search = kind("s", "a", AT, vary, [1, 2, 4], 0.5, METRIC)
+    course = Course.begun(search, parent)
+    assert "0 of 3 decisions are made" in text_of(page(store, "/searches/s"))
+    play(course, acts_max=9)  # the first rung is decided
+    assert "1 of 3 decisions are made" in text_of(page(store, "/searches/s")) and "goes on" in page(
+        store, "/searches/s"
+    )
+    course = Course.begun(search, parent)
+    play(course)
+    html = page(store, "/searches/s")
+    rows = [text_of(row) for row in re.findall(r"<tr class=.row.*?</tr>", html, re.S)]
+    report = [line for line in course.report() if line.startswith("| s-")]
+    for row, line in zip(rows, report, strict=True):
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        scores = [cell for cell in cells[1:] if re.fullmatch(r"[\d.e-]+", cell)]
+        assert row.startswith(" ".join([cells[0], *scores])), (row, line)
+    assert "the winner" in rows[0] and "lost" in rows[-1] and "a at 1" in rows[-1]
+    (drawn,) = plots_of(html)
+    assert [series["name"] for series in drawn["series"]] == [row.split()[0] for row in rows]
+    assert drawn["series"][0]["x"][-1] == AT + 1 + 4
+    assert '<a href="/searches/s">' in page(store, "/")
+    assert "no search &#39;t&#39;" in page(store, "/searches/t", 404) and "(searches: s)" in page(
+        store, "/searches/t", 404
+    )
+    store.put("searches/s/rung-1.json", b"{")
+    assert "rung-1.json is damaged" in page(store, "/searches/s", 500)
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
