@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import TrainerError
-from rlpipe.base.values import JsonDict
 from rlpipe.loop.session import Session
 from rlpipe.store.commits import Act
 from rlpipe.trainer.client import NotResident, TrainerClient, TrainerLost
-from rlpipe.trainer.jobs import ANY_JOB, SAVED, AnyJob, LoadJob, RlJob, SaveJob, SftJob, TeacherJob
+from rlpipe.trainer.jobs import ANY_JOB, SAVED, AnyJob, JobAnswer, LoadJob, RlJob, SaveJob, SftJob, TeacherJob
 
 log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 6  # of one job, the trainer being rebuilt before each but the first
@@ -33,7 +32,7 @@ Rebuild = Callable[[TrainerClient], Awaitable[object]]
 OnProgress = Callable[[dict[str, int]], None] | None
 
 
-async def send(trainer: TrainerClient, job: AnyJob, on_progress: OnProgress = None) -> JsonDict:
+async def send(trainer: TrainerClient, job: AnyJob, on_progress: OnProgress = None) -> JobAnswer:
     """Sends one job to the trainer, whatever it holds; errors as of `TrainerClient.run`."""
     return await trainer.run(KIND[type(job)], ANY_JOB.dump_python(job, mode="json"), on_progress)
 
@@ -43,7 +42,7 @@ async def nothing() -> None: ...
 
 async def do_job(
     session: Session, job: AnyJob, rebuild: Rebuild, on_progress: OnProgress = None, before_rebuild: Act = nothing
-) -> JsonDict:
+) -> JobAnswer:
     """Does one job on the trainer, and rebuilds the trainer first when it was lost or does not hold
     the position that the job starts from. TrainerError after ATTEMPTS_MAX tries.
 
@@ -83,7 +82,7 @@ class Upload:
     session: Session
     job: SaveJob
     rebuild: Rebuild
-    answer: JsonDict
+    answer: JobAnswer
     _is_done: bool = field(default=False, init=False)
 
     async def finish(self) -> None:

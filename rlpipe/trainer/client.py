@@ -18,7 +18,7 @@ from rlpipe.base.errors import StepRefused, TrainerError
 from rlpipe.base.values import JsonDict
 from rlpipe.records.sending import Sender
 from rlpipe.services.calls import http_call, json_of, new_session
-from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE
+from rlpipe.trainer.jobs import STATUS_LOST, STATUS_STORE, JobAnswer
 from rlpipe.trainer.process import TrainerPlace, TrainerProcesses
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TrainerClient:
 
     async def run(
         self, job: str, body: Mapping[str, object], on_progress: Callable[[dict[str, int]], None] | None = None
-    ) -> JsonDict:
+    ) -> JobAnswer:
         """Does one job (`load`, `train`, `save`, `upload` or `offload`) and returns its result.
 
         NotResident when the trainer has another position, TrainerLost when it died (and was

@@ -264,3 +264,4 @@ class JobResult:
 
 
 RESULT: TypeAdapter[JobResult] = TypeAdapter(JobResult)
+JobAnswer = dict[str, Any]  # the JSON of a JobResult, as the trainer answers

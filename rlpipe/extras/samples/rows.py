@@ -66,8 +66,9 @@ def _row(prompt: Prompt, rollout: Rollout, vocabulary: str) -> dict[str, Any]:
     messages = [{"role": message["role"], "content": message.get("content", "")} for message in prompt.messages]
     row: dict[str, Any] = {"messages": [*messages, {"role": "assistant", "content": rollout.completion}]}
     if vocabulary:
-        asked = rollout.prompt_tokens.tolist()
-        tokens, loss_mask = asked + rollout.completion_tokens.tolist(), [0] * len(asked) + rollout.loss_mask.tolist()
+        prompt_tokens = rollout.prompt_tokens.tolist()
+        loss_mask = [0] * len(prompt_tokens) + rollout.loss_mask.tolist()
+        tokens = prompt_tokens + rollout.completion_tokens.tolist()
         row["sampled"] = SampledTokens(tokens, loss_mask, vocabulary)._asdict()
     return row
 
