@@ -40,9 +40,10 @@ READERS = 16  # of leases, at the same time
 NAME, ANNOUNCED = re.compile(r"\d{6,}\.json"), re.compile(r"announced-[0-9a-f]+\.json")
 
 
-class HeldElsewhere(UserError):
-    """Raised when another process has the run. `flow_run`: the flow run that it works for, as
-    recorded when it took the run.
+class RunHeld(UserError):
+    """Raised when another process works on the run.
+
+    `flow_run`: the flow run that it works for, as recorded when it took the run.
     """
 
     def __init__(self, message: str, flow_run: str = "") -> None:
@@ -50,12 +51,15 @@ class HeldElsewhere(UserError):
         self.flow_run = flow_run
 
 
-class RunHeld(HeldElsewhere):
-    """Raised when another process works on the run."""
+class TakenOver(UserError):
+    """Raised when another process has taken the run, because it took this one for dead.
 
+    `flow_run`: the flow run that the other process works for.
+    """
 
-class TakenOver(HeldElsewhere):
-    """Raised when another process has taken the run, because it took this one for dead."""
+    def __init__(self, message: str, flow_run: str = "") -> None:
+        super().__init__(message)
+        self.flow_run = flow_run
 
 
 class Lease:
