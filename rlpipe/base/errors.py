@@ -5,15 +5,16 @@ from __future__ import annotations
 from rlpipe.base.printable import printable
 
 
-class _Printable(Exception):
-    """An error whose arguments are made printable, as people read its message."""
+def _said(args: tuple[object, ...]) -> list[object]:
+    """Makes the arguments of an error printable, as people read its message."""
+    return [printable(arg) if isinstance(arg, str) else arg for arg in args]
+
+
+class UserError(ValueError):
+    """Bad input: the message names the field, file or row, its value and the fix. Exit code 2."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
-
-
-class UserError(_Printable, ValueError):
-    """Bad input: the message names the field, file or row, its value and the fix. Exit code 2."""
+        super().__init__(*_said(args))
 
 
 class PromptFault(ValueError):
@@ -22,22 +23,34 @@ class PromptFault(ValueError):
     """
 
 
-class StoreError(_Printable, RuntimeError):
+class StoreError(RuntimeError):
     """The store refuses an operation, or is inconsistent (wrong hash, missing file, no access); the
     message names the file.
     """
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class EngineError(_Printable, RuntimeError):
+
+class EngineError(RuntimeError):
     """Raised when no engine could answer within its limits."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class TrainerError(_Printable, RuntimeError):
+
+class TrainerError(RuntimeError):
     """The trainer could not do its job within its limits."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
-class RunWaits(_Printable):
+
+class RunWaits(Exception):
     """The run was released and continues later; not a failure."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*_said(args))
 
 
 class StepRefused(TrainerError):

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
@@ -34,11 +32,11 @@ from transformers.core_model_loading import (
 )
 
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.models.finite import LENGTH_BYTES, NOT_FINITE, not_finite
+from rlpipe.models.finite import NOT_FINITE, not_finite
 from rlpipe.models.folder import file_shapes, weight_files
 
 BLOCK = re.compile(r"(.*?\.\d+)\..*")
-METADATA = {"format": "pt"}  # of each file of weights
+LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
 FILE_BYTES_MAX = 5 * 10**9  # of one file of weights
 
 
@@ -323,44 +321,3 @@ def block_of(name: str) -> str:
     """
     match = BLOCK.fullmatch(name)
     return match[1] if match else name
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The files of a policy's weights.
-
-    `files`: the blocks of each file, each as the names of its tensors; `metadata`: of the index,
-    empty for a single file.
-    """
-
-    files: dict[str, list[list[str]]]
-    metadata: dict[str, int]
-
-
-def layout_of(lm: Any, dtype: torch.dtype) -> Layout:
-    """Assigns each tensor of `lm` to a file; a block of layers is in one file. `dtype`: that of the
-    saved parameters.
-    """
-    blocks: dict[str, list[str]] = {}
-    sizes: dict[str, int] = {}
-    for name, tensor in tensors_of(lm).items():
-        blocks.setdefault(block_of(name), []).append(name)
-        sizes[block_of(name)] = sizes.get(block_of(name), 0) + tensor.numel() * saved_as(tensor, dtype).itemsize
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
-    )
-    files = {file: [blocks[block] for block in in_file] for file, in_file in split.filename_to_tensors.items()}
-    return Layout(files, split.metadata if split.is_sharded else {})
-
-
-def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor is saved: for a parameter `dtype`, that of the forward pass; for
-    a buffer its own, with which the model computes.
-    """
-    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-
-
-def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All rows of a parameter or a buffer, as `saved_as`. A collective for a sharded one."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(saved_as(tensor, dtype))

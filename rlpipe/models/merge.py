@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from rlpipe.base.errors import StoreError
 from rlpipe.models.adapter import merged
 from rlpipe.models.causal import empty_model, hf_config
-from rlpipe.models.checkpoint import METADATA, Checkpoint, hub_tensors, layout_of, local_files, saved_as, tensors_of
+from rlpipe.models.checkpoint import FILE_BYTES_MAX, Checkpoint, block_of, hub_tensors, local_files, tensors_of
 from rlpipe.models.folder import INDEX, folder_config
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, Adapter, adapter_of
 from rlpipe.store.disk import link
@@ -85,18 +86,22 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
 
 
 def _write_weights(checkpoint: Checkpoint, lm: Any, matrices: AdapterFolder, dtype: torch.dtype, target: Path) -> None:
-    tensors, layout = tensors_of(lm), layout_of(lm, dtype)
+    parameters, tensors = dict(lm.named_parameters()), tensors_of(lm)
+    saved_as = {name: dtype if name in parameters else tensor.dtype for name, tensor in tensors.items()}
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():  # tensors that are converted together are in one file
+        sizes[block_of(name)] = sizes.get(block_of(name), 0) + tensor.numel() * saved_as[name].itemsize
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
+    )
     index: dict[str, str] = {}
-    for file_name, blocks in layout.files.items():
-        whole = {
-            name: matrices.merged(name, checkpoint.read(name), saved_as(tensors[name], dtype))
-            for block in blocks
-            for name in block
-        }
+    for file_name, blocks in split.filename_to_tensors.items():
+        names = [name for name in tensors if block_of(name) in blocks]
+        whole = {name: matrices.merged(name, checkpoint.read(name), saved_as[name]) for name in names}
         stored = hub_tensors(lm, whole)
-        save_file(stored, target / file_name, metadata=METADATA)
+        save_file(stored, target / file_name, metadata={"format": "pt"})
         index |= dict.fromkeys(stored, file_name)
-    if layout.metadata:
+    if split.is_sharded:
         (target / INDEX).write_text(
-            json.dumps({"metadata": layout.metadata, "weight_map": index}, indent=2, sort_keys=True)
+            json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2, sort_keys=True)
         )

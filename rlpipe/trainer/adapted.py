@@ -12,12 +12,11 @@ from torch import Tensor
 
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.models.adapter import target_names
-from rlpipe.models.checkpoint import whole_tensor
 from rlpipe.store.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, PREFIX, AdapterBase, config_document
 from rlpipe.store.documents import sealed
 from rlpipe.store.policy_files import base_of
 from rlpipe.trainer.documents import json_bytes
-from rlpipe.trainer.model import adapter_rows, fill
+from rlpipe.trainer.model import adapter_rows, fill, whole_tensor
 from rlpipe.trainer.publishing import publish_bytes
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident

@@ -148,6 +148,19 @@ def own_rows(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def saved_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is saved: for a parameter that of the forward pass, for a buffer
+    its own, with which the model computes.
+    """
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+
+def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All rows of a parameter or a buffer, as `saved_as`. A collective for a sharded one."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(saved_as(tensor, dtype))
+
+
 def reshard(policy: PolicyModel) -> None:
     """Frees the parameters that a forward pass without a backward pass gathered; the next optimizer
     step would make them stale.

@@ -6,23 +6,54 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import TracebackType
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlpipe.models.checkpoint import METADATA, hub_tensors, layout_of, tensors_of, whole_tensor
+from rlpipe.models.checkpoint import FILE_BYTES_MAX, block_of, hub_tensors, tensors_of
 from rlpipe.models.folder import INDEX
 from rlpipe.trainer.adapted import save_adapter
 from rlpipe.trainer.documents import config_files, json_bytes, tokenizer_files
 from rlpipe.trainer.jobs import JobResult, SaveJob
+from rlpipe.trainer.model import saved_as, whole_tensor
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.saving import PolicyWriter
 from rlpipe.trainer.step import Resident
 
+METADATA = {"format": "pt"}  # of each file of weights
 BUFFERS, BUFFER_BYTES = 2, 64 << 20  # pinned memory per rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a policy's weights.
+
+    `files`: the blocks of each file, each as the names of its tensors; `metadata`: of the index,
+    empty for a single file.
+    """
+
+    files: dict[str, list[list[str]]]
+    metadata: dict[str, int]
+
+
+def layout_of(ranks: Ranks, resident: Resident) -> Layout:
+    """Assigns each tensor of the resident policy to a file; a block of layers is in one file."""
+    dtype, tensors = getattr(torch, ranks.options.dtype), tensors_of(resident.policy.lm)
+    blocks: dict[str, list[str]] = {}
+    for name in tensors:
+        blocks.setdefault(block_of(name), []).append(name)
+    bytes_of = {name: tensor.numel() * saved_as(tensor, dtype).itemsize for name, tensor in tensors.items()}
+    sizes = {block: sum(bytes_of[name] for name in names) for block, names in blocks.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES_MAX
+    )
+    files = {file: [blocks[block] for block in in_file] for file, in_file in split.filename_to_tensors.items()}
+    return Layout(files, split.metadata if split.is_sharded else {})
 
 
 def save_policy(ranks: Ranks, resident: Resident, job: SaveJob, folder: str) -> JobResult:
@@ -33,8 +64,11 @@ def save_policy(ranks: Ranks, resident: Resident, job: SaveJob, folder: str) -> 
     if resident.policy.adapted is not None:
         target, documents = ranks.published / folder / job.attempt, config_files(ranks, resident, job.stop_token_ids)
         return JobResult(policy=save_adapter(ranks, resident, target, documents))
-    lm, dtype = resident.policy.lm, getattr(torch, ranks.options.dtype)
-    tensors, layout = tensors_of(lm), layout_of(lm, dtype)
+    tensors, layout, dtype = (
+        tensors_of(resident.policy.lm),
+        layout_of(ranks, resident),
+        getattr(torch, ranks.options.dtype),
+    )
     writer = PolicyWriter(ranks, job, folder)
     files = [(file, [name for block in blocks for name in block]) for file, blocks in layout.files.items()]
     for first in range(
@@ -44,7 +78,7 @@ def save_policy(ranks: Ranks, resident: Resident, job: SaveJob, folder: str) -> 
         whole = _gathered(ranks, tensors, {rank: names for rank, (_, names) in at_once.items()}, dtype)
         with ranks.together():
             if ranks.rank in at_once:
-                path, stored = writer.whole / at_once[ranks.rank][0], hub_tensors(lm, whole)
+                path, stored = writer.whole / at_once[ranks.rank][0], hub_tensors(resident.policy.lm, whole)
                 save_file(stored, path, metadata=METADATA)
                 writer.weights(path, stored, dtype.itemsize)
     index = writer.together()

@@ -28,11 +28,11 @@ from torch.distributed.distributed_c10d import Backend, _abort_process_group, _n
 
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import FileRecord
-from rlpipe.models.checkpoint import METADATA, hub_tensors, layout_of, saved_as, tensors_of, whole_tensor
-from rlpipe.models.finite import LENGTH_BYTES
+from rlpipe.models.checkpoint import LENGTH_BYTES, hub_tensors, tensors_of
 from rlpipe.records.sending import Offer, TensorBucket
 from rlpipe.trainer.jobs import JobResult, OfferJob, SendJob
-from rlpipe.trainer.policy_files import HostCopies
+from rlpipe.trainer.model import saved_as, whole_tensor
+from rlpipe.trainer.policy_files import METADATA, HostCopies, layout_of
 from rlpipe.trainer.ranks import Ranks
 from rlpipe.trainer.step import Resident
 
@@ -200,9 +200,8 @@ def _plan(ranks: Ranks, resident: Resident) -> Iterator[tuple[str, list[list[str
     """Yields each file of the policy with its buckets: names of the module's tensors; a block of
     layers is never split.
     """
-    lm, dtype = resident.policy.lm, getattr(torch, ranks.options.dtype)
-    tensors = tensors_of(lm)
-    for file, blocks in layout_of(lm, dtype).files.items():
+    tensors, dtype = tensors_of(resident.policy.lm), getattr(torch, ranks.options.dtype)
+    for file, blocks in layout_of(ranks, resident).files.items():
         buckets, room = [], 0
         for block in blocks:
             size = sum(tensors[name].numel() * saved_as(tensors[name], dtype).itemsize for name in block)
