@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
 from rlpipe.config.source import override_config
-from rlpipe.extras.gate.command import gate_report, report_lines
+from rlpipe.extras.gate.command import gate_report
 from rlpipe.extras.gate.registry import RegisteredPolicy, Registry
 from rlpipe.report.tracking import CHAMPION, GATE_TAG
 from rlpipe.store.backend import Store
@@ -58,7 +58,7 @@ def promote(store: Store, name: str, version: int, alias: str) -> AliasMove:
         report = gate_report(run, version, config)
         if not report.passed:
             said = f"{policy} is not promoted: it fails its gate against {now}, which is {alias}"
-            return AliasMove(False, said, gate_failed=True, report=report_lines(report))
+            return AliasMove(False, said, gate_failed=True, report=report.lines())
         registry.move(PREVIOUS, now)
     registry.move(alias, policy)
     return AliasMove(True, f"{policy} is {alias}" + (f", and {now} is {PREVIOUS}" if now else ""))
