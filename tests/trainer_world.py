@@ -118,6 +118,7 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
             ("loss_mask", pa.list_(pa.int8())),
             ("rollout_logprobs", pa.list_(pa.float32())),
             ("reward", pa.float64()),
+            *([("advantage", pa.float64())] if any("advantage" in row for row in rows) else []),
         ]
     )
     groups = [row["group_index"] for row in rows]

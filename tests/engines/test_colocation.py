@@ -247,7 +247,7 @@ async def test_a_session_makes_the_calls_in_turn(tmp_path: Path, monkeypatch: py
         calls.append("release")
         await release_all(joined)
 
-    monkeypatch.setattr(session, "_probe", lambda _: Probe([1, 2], [-1.0]))
+    monkeypatch.setattr("rlpipe.loop.session.probe_of", lambda *_: Probe([1, 2], [-1.0]))
     for owner, call in ((pool, serve), (pool, release), (trainer, start), (trainer, offload)):
         monkeypatch.setattr(owner, call.__name__, call)
     await session.trainer.ready()  # what RL starts from

@@ -36,7 +36,7 @@ from tests.paths import PRESETS
 # samples, which is an input
 NOT_IN_A_RESULT = {"num_iterations", "reward_workers", "reward_timeout_s", "mismatch_max", "on_mismatch",
                    "environment_timeout_s", "environment_total_s", "agent_timeout_s", "agents_max", "agent_address",
-                   "pass_environment",
+                   "pass_environment", "teacher_engine",
                    "overlap"}  # fmt: skip
 
 
@@ -60,7 +60,9 @@ def test_every_rl_field_is_in_the_settings_of_the_stage_it_changes() -> None:
     covered = {name.removeprefix("rl.") for one, kind in kinds for name in stage_settings(one, "rl", kind)}
     # reference and teacher are stages of their own, and inputs of the policies
     taught = read_config("tiny", ["rl.teacher=run:b", "rl.teacher_coef=0.5"], PRESETS)
+    by_top = read_config("tiny", ["rl.teacher=run:b", "rl.teacher_top_k=8", "rl.teacher_beta=0.1"], PRESETS)
     beside = [base_reference.settings(config), base_teacher.settings(taught), stage_settings(taught, "rl", "policy")]
+    beside.append(stage_settings(by_top, "rl", "policy"))
     covered |= {name.removeprefix("rl.") for settings in beside for name in settings}
     assert set(RlConfig.model_fields) - covered == NOT_IN_A_RESULT
 
@@ -210,7 +212,8 @@ def test_a_first_step_that_is_not_what_it_must_be_is_told_with_its_numbers() -> 
 
 
 def test_the_trainer_knows_every_estimator_of_the_config() -> None:
-    assert set(get_args(RlConfig.model_fields["estimator"].annotation)) == set(ESTIMATORS)
+    # of gdpo it takes what the stage filter computed
+    assert set(get_args(RlConfig.model_fields["estimator"].annotation)) == {*ESTIMATORS, "gdpo"}
 
 
 @pytest.fixture

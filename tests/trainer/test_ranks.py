@@ -167,7 +167,8 @@ def test_one_rank_and_two_ranks_agree(
     two, _ = moments(solo, folder, ranks.do("save", world.save("one", None, folder))["state"])
     one, _ = moments(solo, f"one-{name}", world.run(solo, "save", world.save("one", None, f"one-{name}"))["state"])
     assert one.keys() == two.keys()
-    tolerance = 1e-6 if job["settings"]["num_steps"] == 1 else 1e-4  # AdamW makes much of little
+    # AdamW makes much of little; 1.3e-6 was seen on an AMD without AVX-512, for a norm's weight
+    tolerance = 3e-6 if job["settings"]["num_steps"] == 1 else 1e-4
     for tensor, moment in one.items():
         assert float((two[tensor] - moment).double().norm() / moment.double().norm()) < tolerance, tensor
 

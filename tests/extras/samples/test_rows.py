@@ -116,7 +116,8 @@ def test_rollouts_of_several_turns_are_rows_with_their_tokens_and_masks(
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     document = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
     commit_files(made, ("base", 0, "tokenizer"), {"tokenizer.json": document})
-    data = read_config("tiny", ["data.short_words.source=run:a", "data.short_words.part=all", where], PRESETS)
+    named = ["data.short_words.source=run:a", "data.short_words.args={}", "data.short_words.part=all"]
+    data = read_config("tiny", [*named, where], PRESETS)
     talks = load_conversations(data.sets("sft")[0], 0)
     rollouts = {one.completion: one for group in stored.groups for one in group.rollouts}
     for talk in talks:
