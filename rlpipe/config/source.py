@@ -21,6 +21,7 @@ from rlpipe.config.secrecy import without_passwords
 
 LINE_CHARS_MAX, FAULTS_MAX = 800, 20
 DEPTH_MAX = 40  # parts of a field's name: those of arguments are the deepest
+NAME_CHARS_MAX = 200  # of a name that is told
 FILE_BYTES_MAX = 8 << 20
 KEPT = ("run", "store", "scratch", "tracking")
 # a field, its new value, and the user's form of the change, for errors
@@ -44,13 +45,15 @@ def _read(source: str, presets: Path) -> JsonDict:
     path = _path(source, presets)
     layers = {path.resolve(): _content(path)}
     while (base := layers[path.resolve()].pop("extends", None)) is not None:
-        origin = f"{path}: extends={base!r}"
+        origin = f"{path}: extends={base!r:.{NAME_CHARS_MAX}}"
         if not isinstance(base, str):
             raise UserError(f"{origin}: name one preset, or one file that ends in .toml")
         try:
             path = _path(str(path.parent / base) if base.endswith(".toml") else base, presets)
-        except (UserError, OSError) as error:
+        except UserError as error:
             raise UserError(f"{origin}: {error}") from error
+        except OSError as error:  # a name that no file can have
+            raise UserError(f"{origin}: {error.strerror}") from error
         if path.resolve() in layers:
             circle = " -> ".join(file.name for file in [*layers, path])
             raise UserError(f"{origin}: makes a circle ({circle}); remove one `extends`")
@@ -65,11 +68,13 @@ def _path(source: str, presets: Path) -> Path:
     """The path of a preset or another file. UserError when there is none."""
     path = Path(source) if source.endswith(".toml") else presets / f"{source}.toml"
     if not path.is_file() and path.parent != presets:
-        raise UserError(f"{source}: there is no such file")
+        raise UserError(f"{source:.{NAME_CHARS_MAX}}: there is no such file")
     if not path.is_file():
         known = sorted(preset.stem for preset in presets.glob("*.toml"))
         near = did_you_mean(difflib.get_close_matches(source.removesuffix(".toml"), known, cutoff=0.5))
-        raise UserError(f"{source!r} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}")
+        raise UserError(
+            f"{source!r:.{NAME_CHARS_MAX}} is neither a preset ({', '.join(known)}) nor a file that ends in .toml{near}"
+        )
     return path
 
 

@@ -26,6 +26,8 @@ import pytest
 import torch
 
 from rlpipe.base.errors import EngineError
+from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.engines.client import (
@@ -45,8 +47,10 @@ from rlpipe.engines.weights import Probe, Weights, untied
 from rlpipe.extras.teacher_engine import asking
 from rlpipe.extras.teacher_engine.asking import KEY_VARIABLE, ask
 from rlpipe.processes.launch import Service, answers, free_port
+from rlpipe.records.columns import to_parquet, to_table
+from rlpipe.records.rollout import BATCH, Rollout
 from rlpipe.services.calls import new_session
-from rlpipe.store.backend import open_store
+from rlpipe.store.backend import Store, open_store
 from tests.deadlines import DEADLINE_S, until_async
 from tests.engine_fixtures import (
     ADMIN_KEY,
@@ -62,7 +66,8 @@ from tests.engine_fixtures import (
 )
 from tests.living import signal_all, words_of
 from tests.paths import PRESETS
-from tests.trainer_world import batch, rollout_rows
+from tests.rows import rollout
+from tests.trainer_world import artifact, rollout_rows
 
 pytestmark = pytest.mark.contract
 PROMPT = [5, 17, 200, 3, 44]
@@ -244,13 +249,20 @@ async def test_scores_equal_transformers(client: EngineClient, num_scored: int) 
         assert_logprobs(await client.score(tokens, num_scored), expected)
 
 
+def stored_batch(store: Store, rows: list[JsonDict]) -> ArtifactRef:
+    """Whole rollouts, of groups of as many as the first has."""
+    size = sum(row["group_index"] == rows[0]["group_index"] for row in rows)
+    rollouts = [rollout(row | {"rollout_index": at % size}) for at, row in enumerate(rows)]
+    return artifact(store, "batch", {"batch.parquet": to_parquet(to_table(rollouts, Rollout, BATCH))})
+
+
 async def test_a_teacher_on_an_engine_scores_the_tokens_that_are_trained(
     client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, API_KEY)
     store, rows = open_store(f"file://{tmp_path}"), rollout_rows(3, 4, seed=1)
     rows[2] |= {"loss_mask": [0] * len(rows[2]["loss_mask"])}
-    taught = await ask(store, f"{ENGINE_KIND}:{client.url}", batch(store, "batch", rows))
+    taught = await ask(store, f"{ENGINE_KIND}:{client.url}", stored_batch(store, rows))
     assert [(one.group_index, one.rollout_index) for one in taught] == [(at // 4, at % 4) for at in range(12)]
     for row, one in zip(rows, taught, strict=True):
         marks = torch.tensor(row["loss_mask"], dtype=torch.bool)
@@ -261,8 +273,8 @@ async def test_a_teacher_on_an_engine_scores_the_tokens_that_are_trained(
 async def test_a_teacher_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "WAIT_S", 0.0)
     store, url = open_store(f"file://{tmp_path}"), f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineError, match=f"rl.teacher_engine: {url}, in 6 tries"):
-        await ask(store, f"{ENGINE_KIND}:{url}", batch(store, "batch", rollout_rows(1, 2)))
+    with pytest.raises(EngineError, match=f"rl.teacher_engine: {url} did not answer in 6 tries"):
+        await ask(store, f"{ENGINE_KIND}:{url}", stored_batch(store, rollout_rows(1, 2)))
 
 
 async def test_a_load_changes_the_version_and_the_model(client: EngineClient) -> None:

@@ -27,6 +27,7 @@ case $part in
 *"-m first and"*) part=pipelines ;;
 *"-m slow and"*) part="slow unit tests" ;;
 *"-m "*"and not first and"*) part="end-to-end tests" ;;
+*"-m spare"*) files=${part##*-m spare}; part="spare pipelines" ;;
 *) files= ;;
 esac
 echo "$part$files" >> began
@@ -43,6 +44,7 @@ echo "$part$files" >> began
         ([], ["unit tests", "pipelines"], TEST, "failed: unit tests, pipelines"),
         ([], ["ruff format --check ."], TEST[:2], "failed: lint"),
         ([], ["pyright", "unit tests"], TEST[:3], "failed: types"),
+        (["spare"], [], ["spare pipelines tests/test_spare.py"], "passed: spare pipelines"),
         (["rest"], [], REST, "passed: slow unit tests, end-to-end tests"),
         (["rest"], ["slow unit tests", "end-to-end tests"], REST, "failed: slow unit tests, end-to-end tests"),
     ],
@@ -54,6 +56,7 @@ def test_all_parts_of_the_tests_run_and_the_last_line_says_which_failed(
     shutil.copy(ROOT / "scripts" / "check.sh", tmp_path / "scripts")
     (tmp_path / "tests").mkdir()
     marks = {"first": "pytestmark = pytest.mark.e2e\n@pytest.mark.first\n", "slow": "@pytest.mark.slow\n", "none": ""}
+    marks["spare"] = "@pytest.mark.spare\n"
     for name, text in marks.items():
         (tmp_path / "tests" / f"test_{name}.py").write_text(text)
     tools = tmp_path / ".venv" / "bin"
