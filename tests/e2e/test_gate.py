@@ -30,7 +30,7 @@ GATED = [
     "evaluation.gate_against=champion",
     "evaluation.gate_at_most_below={words_pass_at_1 = 0.3}",
 ]
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.e2e, pytest.mark.spare, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture

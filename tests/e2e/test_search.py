@@ -12,7 +12,7 @@ from rlpipe.store.run_record import last_started, record_start
 from tests.deadlines import PIPELINE_S, until
 from tests.pipeline import MINI, Folder, kill_group
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spare]
 SETS = [*MINI, "rl.num_iterations=1", "evaluation.every=0"]
 
 
