@@ -9,7 +9,7 @@ from rlpipe.base.manifests import Manifest
 from rlpipe.store.opening import open_existing
 from tests.pipeline import MINI, Folder, kill_group
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spare]
 LOGPROBS = "rl/00001/teacher_logprobs"
 DISTILLED = [
     "rl.teacher=run:teacher", "rl.teacher_top_k=8", "rl.rewards={}", "rl.num_iterations=2",
