@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,72 @@ def test_a_revoked_policy_is_rolled_back_once_and_never_promoted_again(world: Wo
     assert world.promote("b").gate_failed
     with pytest.raises(UserError, match="previous is no other version; give the alias production to a good version"):
         world.roll_back("a", "of no use")
+
+
+class Died(Exception):
+    """What a process is, after the write at which it was killed."""
+
+
+def killed_at(world: World, monkeypatch: pytest.MonkeyPatch, write: int, move: Callable[[], AliasMove]) -> bool:
+    """Whether `move` came to its end before its write of this number, counted over all that write
+    to MLflow; if not it is started again, until no more is said to have moved.
+    """
+    count = 0
+
+    def dying(name: str) -> Callable[..., None]:
+        whole = getattr(MlflowClient, name)
+
+        def call(*arguments: str) -> None:
+            nonlocal count
+            count += 1
+            if count == write:
+                raise Died
+            whole(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("set_registered_model_alias", "set_model_version_tag"):
+            patched.setattr(MlflowClient, name, dying(name))
+        try:
+            move()
+            return True
+        except Died:
+            pass
+    move()
+    assert not move().moved
+    return False
+
+
+def test_a_promotion_and_a_rollback_that_are_killed_anywhere_end_as_if_they_were_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        world.add(name, GOOD, "passed")
+    world.promote("a")
+    before = world.aliases()
+
+    def again(aliases: dict[str, str]) -> None:
+        for name in ("previous", "champion"):
+            world.client.delete_registered_model_alias("rlpipe", name)
+        for name, number in aliases.items():
+            world.client.set_registered_model_alias("rlpipe", name, number)
+
+    killed = 0
+    while not killed_at(world, monkeypatch, killed + 1, lambda: world.promote("b")):
+        assert world.aliases() == {"production": "2", "previous": "1"}
+        again(before)
+        killed += 1
+    assert killed == 2  # between `previous` and `production`, and before both
+    revoked = {"production": "2", "previous": "1", "champion": "2"}
+    while True:
+        again(revoked)
+        world.judge("2", "revoked")
+        killed += 1
+        if killed_at(world, monkeypatch, killed - 2, lambda: world.roll_back("b")):
+            break
+        assert world.aliases() == {"production": "1", "previous": "1", "champion": "1"}
+    assert killed == 2 + 5  # two tags, two aliases, and once to the end
 
 
 def test_somebody_may_say_why_a_policy_is_rolled_back(world: World) -> None:
