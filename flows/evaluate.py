@@ -12,10 +12,10 @@ from flows.session import open_session, run_name
 from flows.ui import publish_gate, revoke
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import StageResult
-from rlpipe.base.values import JsonDict, Metrics
+from rlpipe.base.values import Metrics
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.source import change_config
+from rlpipe.config.source import Changes, change_config
 from rlpipe.loop.session import Session
 from rlpipe.store.backend import open_store
 from rlpipe.store.opening import find_run
@@ -26,7 +26,7 @@ from tasks.stages import restore_policy
 
 
 @flow(name="evaluate", flow_run_name=run_name("evaluate"), persist_result=False)
-async def evaluate(changes: JsonDict | None = None, version: int | None = None, *, config: PipelineConfig) -> Any:
+async def evaluate(changes: Changes | None = None, version: int | None = None, *, config: PipelineConfig) -> Any:
     """The evaluation metrics of a weight version of the run, computed now or read from the store.
 
     Where the config has a gate, it judges what is stored. One that fails revokes a registered

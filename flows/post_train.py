@@ -23,8 +23,8 @@ from flows.sft import evaluate_sft, sft
 from flows.terminal import of_deployment
 from flows.ui import RunReport, ended, publish_evaluation, publish_report, untrained_so_far
 from rlpipe.base.errors import RunWaits
-from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import Changes
 from rlpipe.loop.session import Session
 from rlpipe.store.approvals import BEFORE, Gate, approve, is_awaited
 from rlpipe.store.run import Run
@@ -47,7 +47,7 @@ class ApprovalNeeded(RunWaits):
 
 
 @flow(name="post-train", flow_run_name=run_name("post-train"), persist_result=False)
-async def post_train(changes: JsonDict | None = None, *, config: PipelineConfig) -> RunReport:
+async def post_train(changes: Changes | None = None, *, config: PipelineConfig) -> RunReport:
     """Takes a model through SFT and RL. The same run name continues; a
     committed stage is never done twice.
 

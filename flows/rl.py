@@ -13,8 +13,8 @@ from flows.rl_iteration import rl_iteration
 from flows.session import begin_rl, open_session, reason_to_end, requested, run_name
 from flows.terminal import say
 from flows.ui import ended, watch
-from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import Changes
 from rlpipe.processes.memory import settled_heap
 from rlpipe.stored.remaking import pruned_versions
 from tasks.stages import evaluate, reload_engines, restore_policy
@@ -23,7 +23,7 @@ ITERATION = {"none": rl_iteration, "iteration": rl_async_iteration}  # by `rl.ov
 
 
 @flow(name="rl", flow_run_name=run_name("rl"), persist_result=False)
-async def rl(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
+async def rl(changes: Changes | None = None, *, config: PipelineConfig) -> dict[str, str]:
     """The RL phase of a run; starts it, or goes on after its newest committed iteration. Returns
     the final policy's reference.
 

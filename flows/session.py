@@ -26,10 +26,9 @@ from flows.ui import only_shown
 from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerError, UserError
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.values import JsonDict
 from rlpipe.checks.preflight import passed_just_now, preflight
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.source import change_config
+from rlpipe.config.source import Changes, change_config
 from rlpipe.loop import session as stages
 from rlpipe.rewards.process import RewardLost
 from rlpipe.store.backend import open_store
@@ -106,7 +105,7 @@ def own_name() -> str:
     return f"{safe}-{started:%Y-%m-%d-%H%M}-{str(context.flow_run.id)[-6:]}"
 
 
-async def requested(config: PipelineConfig, changes: JsonDict | None = None) -> PipelineConfig:
+async def requested(config: PipelineConfig, changes: Changes | None = None) -> PipelineConfig:
     """The config of a flow run, with its changes and a run name, checked before anything is
     written.
 

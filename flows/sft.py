@@ -10,8 +10,8 @@ from flows.session import begin_base, open_session, prepare_base, reason_to_end,
 from flows.terminal import bar, say, segment_line
 from flows.ui import ended, track_data
 from rlpipe.base.references import ArtifactRef
-from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.source import Changes
 from rlpipe.loop.session import Session
 from rlpipe.stages.sft import LOSS, out_of_patience, previous_policy, validation_losses
 from rlpipe.store.run import BEFORE_SFT
@@ -19,7 +19,7 @@ from tasks.stages import evaluate, prepare_sft_data, select_segment, train_segme
 
 
 @flow(name="sft", flow_run_name=run_name("sft"), persist_result=False)
-async def sft(changes: JsonDict | None = None, *, config: PipelineConfig) -> dict[str, str]:
+async def sft(changes: Changes | None = None, *, config: PipelineConfig) -> dict[str, str]:
     """The SFT phase of a run; starts it, or goes on after its newest committed segment.
     Returns the policy's reference.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ FILE_BYTES_MAX = 8 << 20
 KEPT = ("run", "store", "scratch", "tracking")
 # a field, its new value, and the user's form of the change, for errors
 Change = tuple[str, Any, str]
+Changes = dict[str, Any]  # of a flow run: a field's dotted name -> its new value
 # the beginning of TOML: an array, a string or a table, but not a template such as `{answer}` or `{%
 # if x = y %}`
 AS_TOML = re.compile(r"""\s*([\["']|\{\s*[\w."'-]+\s*=)""")
@@ -255,7 +256,7 @@ def override_config(config: PipelineConfig, overrides: list[str]) -> PipelineCon
     return _changed(tree, map(_override, overrides), deepcopy(tree))
 
 
-def change_config(config: PipelineConfig, changes: Mapping[str, Any], presets: Path | None = None) -> PipelineConfig:
+def change_config(config: PipelineConfig, changes: Changes, presets: Path | None = None) -> PipelineConfig:
     """The config with changes `{"a.b": value}`. UserError as `read_config`.
 
     With `presets`, `{"preset": NAME}` replaces the config by that preset, as `rlpipe run NAME`
