@@ -59,7 +59,7 @@ def search_command(
     parent = open_existing(checked_store(store), run)
     numbers = [_whole(entry) for entry in rungs.split(",")]
     make: Any = opened(COMMANDS["search --explore" if explore else "search"], "search")
-    plan = make(name or f"{run}-search", run, iteration_of(at), dict(map(varied, vary)), numbers, keep, by)
+    plan = make(name or f"{run}-search", run, iteration_of(at), varied(vary), numbers, keep, by)
     plan.check(parent, together)
 
     def load() -> Started[SearchReport]:
@@ -79,12 +79,17 @@ def search_command(
         raise typer.Exit(STOPPED)
 
 
-def varied(entry: str) -> tuple[str, list[str]]:
-    """The field and the values of a `--vary`; UserError where it has none."""
-    field, equals, values = entry.partition("=")
-    if not (field.strip() and equals and values.strip()):
-        raise UserError(f"--vary {entry}: write it as rl.learning_rate=1e-4,2e-4")
-    return field.strip(), [value.strip() for value in COMMA.split(values)]
+def varied(entries: list[str]) -> dict[str, list[str]]:
+    """The fields and their values; UserError where one has none, or stands twice."""
+    fields: dict[str, list[str]] = {}
+    for entry in entries:
+        field, equals, values = entry.partition("=")
+        if not (field.strip() and equals and values.strip()):
+            raise UserError(f"--vary {entry}: write it as rl.learning_rate=1e-4,2e-4")
+        if field.strip() in fields:
+            raise UserError(f"--vary {entry}: {field.strip()} stands there twice; name all its values in one --vary")
+        fields[field.strip()] = [value.strip() for value in COMMA.split(values)]
+    return fields
 
 
 def _whole(text: str) -> int:

@@ -127,11 +127,16 @@ def test_a_search_of_the_same_name_is_the_same_search(parent: Run) -> None:
 
 
 def test_values_are_read_as_they_are_written() -> None:
-    assert varied("rl.clip_high = 0.2, 0.28") == ("rl.clip_high", ["0.2", "0.28"])
-    assert varied("rl.filters={a = 1.0, b = 2.0},{a = 1.0}") == ("rl.filters", ["{a = 1.0, b = 2.0}", "{a = 1.0}"])
+    entries = ["rl.clip_high = 0.2, 0.28", "rl.filters={a = 1.0, b = 2.0},{a = 1.0}"]
+    assert varied(entries) == {
+        "rl.clip_high": ["0.2", "0.28"],
+        "rl.filters": ["{a = 1.0, b = 2.0}", "{a = 1.0}"],
+    }
     for wrong in ("rl.clip_high", "=1", "rl.clip_high="):
         with pytest.raises(UserError, match="write it as"):
-            varied(wrong)
+            varied([wrong])
+    with pytest.raises(UserError, match=r"rl\.clip_high stands there twice; name all its values in one --vary"):
+        varied([entries[0], "rl.clip_high=0.3"])
 
 
 def test_a_candidate_that_a_rule_ended_is_no_damage(parent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
