@@ -15,18 +15,19 @@ import torch
 from transformers import AutoConfig
 
 from rlpipe.base.values import size_text
-from rlpipe.checks import speed
-from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import Lengths, Speed, disk_lines, disk_of, rollout_bytes, time_lines
-from rlpipe.checks.speed import measured_speed
-from rlpipe.checks.trial import _speed_of
-from rlpipe.checks.tried_model import TriedModel
+from rlpipe.checks.content import Lengths
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.extras.plan import speed
+from rlpipe.extras.plan.cost import disk_lines, disk_of, rollout_bytes, time_lines
+from rlpipe.extras.plan.sizes import ModelSizes, Speed
+from rlpipe.extras.plan.speed import measured_speed
+from rlpipe.extras.plan.trial import _speed_of
 from rlpipe.models.causal import hf_config
 from rlpipe.models.small import small_config
 from rlpipe.store.cache import BYTES_MAX
-from tests.checks.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
+from tests.extras.plan.conftest import SIZED
+from tests.extras.plan.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
 ASKED = {"tokens_max": 64, "threads": 1, "places": 2, "engine_threads": 1}
@@ -155,7 +156,7 @@ def test_where_nothing_was_timed_a_plan_says_why() -> None:
     for speed_or_why, said in [
         (large, r"a model of its first 3 layers would take 19\.93 GB, and is too large to be timed here"),
         (alone, "the first layers of family recurrent_gemma alone are no model .*Attention"),
-        (TriedModel(1, "packed", None).speed, "no GPU is tried by a plan"),
+        (SIZED.speed, "no GPU is tried by a plan"),
     ]:
         (line,) = time_lines(config(), speed_or_why, Lengths())
         assert re.match(f"time: not estimated, {said}", line), line

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlpipe.base.values import size_text
-from rlpipe.checks.plan_cost import Speed
+from rlpipe.extras.plan.sizes import Speed
+from rlpipe.models.amx import has_amx
 from rlpipe.models.causal import empty_model
-from rlpipe.models.packed import has_amx
 from rlpipe.trainer.model import PolicyModel
 
 # of the two models that are timed: what a layer takes is half of what they differ by
