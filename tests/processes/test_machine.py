@@ -15,8 +15,7 @@ from rlpipe.checks import preflight
 from rlpipe.checks.content import Content
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.commands import EngineAddress, check_python, environment_of
-from rlpipe.engines.toolkit import CUDA_HOMES, toolkit_environment
+from rlpipe.engines.commands import CUDA_HOMES, EngineAddress, check_python, environment_of, toolkit_environment
 from rlpipe.processes import gpus
 from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
 from rlpipe.trainer.process import TrainerProcesses

@@ -17,7 +17,7 @@ from rlpipe.extras.why.changes import NO_SHIFT, Shift, evenly, group_means, shif
 from rlpipe.extras.why.scored_group import ScoredGroup
 from rlpipe.extras.why.suspects.finding import SHOWN, from_to
 from rlpipe.extras.why.today import items_of
-from rlpipe.report.show import text_line
+from rlpipe.report.show import row_of, text_line
 from rlpipe.report.stored_turns import turns_reader
 from rlpipe.rewards.pool import RewardPool
 
@@ -198,13 +198,5 @@ def _difference(both: Rescored) -> np.ndarray:
 def _rollout(both: Rescored, row: int) -> SecondRollout:
     group = both.groups[both.group_R[row]]
     rollout = group.rollouts[row - int(np.searchsorted(both.group_R, both.group_R[row]))]
-    return SecondRollout(
-        group.iteration,
-        rollout.group_index,
-        rollout.rollout_index,
-        rollout.prompt_id,
-        float(both.first_R[row]),
-        float(both.second_R[row]),
-        rollout.prompt,
-        rollout.completion,
-    )
+    first, second = float(both.first_R[row]), float(both.second_R[row])
+    return row_of(SecondRollout, rollout, iteration=group.iteration, reward=first, second=second)
