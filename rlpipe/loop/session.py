@@ -143,9 +143,7 @@ class Session:
             return self._rewards[own]
 
     def _reward_pool(self, use: str) -> RewardPool:
-        config, rl = self.config, self.config.rl
-        rewards, args = config.rewards(use), config.reward_args(use)
-        pool = RewardPool(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets)
+        pool = RewardPool.of(self.config.rl, self.config.rewards(use), self.config.reward_args(use))
         self._closing.callback(pool.close)
         return pool
 

@@ -91,15 +91,10 @@ class PlannedContent(Content):
         sizes = self.sized.sizes
         costs = [*disk_lines(self.config, sizes), *time_lines(self.config, self.sized.speed, self.lengths)]
         lines = [*memory_lines(self.config, sizes), *costs]
-        return "\n".join([*lines, *([_stands_in_line(model.hidden_size * self.vocab_size)] if stands_in else [])])
-
-
-def _stands_in_line(output_parameters: int) -> str:
-    """The line of a plan about figures from a shape that stands in for the model's.
-
-    The shape does not say if the model's embeddings are tied.
-    """
-    return (
-        "  (by the shape in [model], as the model itself is not here: with an output layer of"
-        f" {output_parameters / 1e6:,.1f}M parameters, which a model with tied embeddings has not)"
-    )
+        if stands_in:  # the shape does not say if the model's embeddings are tied
+            output = model.hidden_size * self.vocab_size / 1e6
+            lines.append(
+                "  (by the shape in [model], as the model itself is not here: with an output layer of"
+                f" {output:,.1f}M parameters, which a model with tied embeddings has not)"
+            )
+        return "\n".join(lines)

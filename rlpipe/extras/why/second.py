@@ -53,9 +53,7 @@ def rescored(history: History, reward: str) -> Rescored:
     rl = history.run.config.rl
     args = {reward: rl.reward_args[reward]} if reward in rl.reward_args else {}
     items = items_of([(group, rollout) for group in groups for rollout in group.rollouts], turns_reader(history.run))
-    with RewardPool(
-        {reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets
-    ) as pool:
+    with RewardPool.of(rl, {reward: 1.0}, args) as pool:
         scores = pool.score(items)
         if all(score.reward is None for score in scores):
             raise UserError(
