@@ -24,7 +24,7 @@ from flows.printing import AsJson, echo, echo_all, echo_report, fail, first_text
 from flows.server import apply_automations
 from flows.stopping import Terminated, terminable
 from rlpipe.base.errors import StoreError, UserError
-from rlpipe.checks.plan import PlannedWork, plan_lines, planned_work
+from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.fields import field_lines
 from rlpipe.report.show import iteration_report, iterations_report, runs_report
 from rlpipe.store import audit
@@ -94,38 +94,16 @@ Lost = Annotated[
 Kind = Annotated[str, typer.Argument(help="prompts, rollouts, scores, batch, policy, state, evaluation, ...")]
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """What would start where, and what is wrong. `work`: its sizes; `plan`, `read`: lines on where
-    it runs, and on what was read and the memory, disk and time that it needs.
-    """
-
-    work: PlannedWork
-    plan: list[str]
-    read: list[str]
-    warnings: list[str]
-    faults: list[str]
-
-    def lines(self) -> list[str]:
-        """All lines, faults last."""
-        warnings, faults = [f"WARNING {text}" for text in self.warnings], [f"FAULT {text}" for text in self.faults]
-        return [*self.plan, *self.read, *warnings, *faults]
-
-
 @app.command()
 def plan(source: Source, sets: Sets = None, as_json: AsJson = False) -> None:
     """Show what would start where, and all that is wrong (exit code 2). Starts no run.
 
     It prints sizes, steps and memory, and what was read.
     """
-    from rlpipe.checks.preflight import look_at
-
-    config = config_of(source, sets)
+    config, planned = config_of(source, sets), opened(COMMANDS["plan"], "plan")
     echo("reading its data, trying its rewards and its model (large data sets take minutes)", err=True)
     read_secrets(config)
-    seen = look_at(config)
-    read = [line for text in seen.lines for line in text.splitlines()]
-    report = PlanReport(planned_work(config), plan_lines(config), read, seen.warnings, seen.faults)
+    report = planned(config)
     echo_report(report, as_json=as_json)
     if report.faults:
         raise typer.Exit(2)

@@ -12,11 +12,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rlpipe.checks.plan import GIB, ModelSizes, host_bytes, peak_bytes
-from rlpipe.checks.trial import PlannedTraining, sizes_of
 from rlpipe.config.operational import TrainerConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.extras.plan.memory import GIB, host_bytes, peak_bytes
+from rlpipe.extras.plan.sizes import ModelSizes
+from rlpipe.extras.plan.trial import PlannedTraining, sizes_of
 from rlpipe.models.causal import empty_model, hf_config
 from scripts.page_table import PageTable
 

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.trainer import SHAPES, TINY, measure_rows
 from rlpipe.base.values import JsonDict
-from rlpipe.checks.plan import training_bytes
-from rlpipe.checks.trial import PlannedTraining, sizes_of
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.extras.plan.memory import training_bytes
+from rlpipe.extras.plan.trial import PlannedTraining, sizes_of
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.models.flex import uses_flex
 from rlpipe.processes.memory import settle_heap

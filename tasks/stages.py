@@ -123,8 +123,7 @@ evaluate = _task(evaluation.evaluate)
 @_task
 async def import_prompts(session: Session, *, iteration: int) -> StageResult:
     """The prompts of this iteration's stored rollouts."""
-    stage = opened(IMPORTS["prompts"], "rl.rollouts_from")
-    return await stage(session, iteration=iteration)
+    return await opened(IMPORTS["prompts"], "rl.rollouts_from")(session, iteration=iteration)
 
 
 @_task
@@ -132,8 +131,7 @@ async def import_rollouts(session: Session, *, iteration: int, prompts: Artifact
     """This iteration's stored rollouts, and their stored rewards where the prompts are not
     known.
     """
-    stage = opened(IMPORTS["rollouts"], "rl.rollouts_from")
-    return await stage(session, iteration=iteration, prompts=prompts)
+    return await opened(IMPORTS["rollouts"], "rl.rollouts_from")(session, iteration=iteration, prompts=prompts)
 
 
 def service_starter(config: PipelineConfig) -> StartService:

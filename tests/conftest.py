@@ -11,8 +11,6 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.tried_model import TriedModel
 from rlpipe.store.backend import Store, open_store
 from tests import prefect_home
 from tests.deadlines import DEADLINE_S, PIPELINE_S
@@ -82,14 +80,6 @@ def prefect_homes(tmp_path_factory: pytest.TempPathFactory) -> None:
 def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a report gets what a minute gave; a test gets all."""
     monkeypatch.setattr("rlpipe.extras.why.today.SECONDS_MAX", DEADLINE_S)
-
-
-@pytest.fixture
-def untried_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan says beside the memory and the hours of its model, which half a minute of passes
-    in a process of its own tell."""
-    sizes = ModelSizes(parameters=10, layer=1, rest=1, kv_token=1, microbatch=1)
-    monkeypatch.setattr("rlpipe.checks.content.try_model", lambda config, named, sized: TriedModel(10, "packed", sizes))
 
 
 @pytest.fixture(scope="session")

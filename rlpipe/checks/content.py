@@ -7,15 +7,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from rlpipe.algorithms.filters import apply_filters, check_thresholds, resolve_filters, trial_group
 from rlpipe.base.errors import UserError
-from rlpipe.base.values import JsonDict, expanded
-from rlpipe.checks.plan import memory_lines
-from rlpipe.checks.plan_cost import Lengths, disk_lines, time_lines
+from rlpipe.base.values import expanded
 from rlpipe.checks.tried_model import TriedModel, tried_adapter, try_model
 from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.passing import passing_reward, why_none_passes
@@ -33,8 +32,8 @@ from rlpipe.records.prompt import Prompt, Talk
 from rlpipe.rewards.pool import ROWS_MAX, TrialRows, check_rewards, trial_completions
 from rlpipe.rewards.references import COMPARING, references_line
 from rlpipe.rewards.score import label as part_of
-from rlpipe.stages.base import check_frozen, new_config, tokenizer_folder
-from rlpipe.stages.model_source import place_of_model, source_of
+from rlpipe.stages.base import check_frozen, tokenizer_folder
+from rlpipe.stages.model_source import source_of
 from rlpipe.stages.sampling import check_room
 from rlpipe.stages.sft import check_fits
 from rlpipe.store.opening import open_existing
@@ -46,6 +45,16 @@ CONVERSATIONS_MAX = 64  # of each set of SFT are tried: a template treats the ot
 BAR_DELAY_S = 2.0
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted
+    them; 0 where it was not tried.
+    """
+
+    prompt: float = 0.0
+    conversation: float = 0.0
+
+
 class Content:
     """The things that a config names. Each method checks one, and returns a line about what it
     read.
@@ -53,11 +62,8 @@ class Content:
     UserError when it cannot be used.
     """
 
-    def __init__(self, config: PipelineConfig, runs: bool) -> None:
+    def __init__(self, config: PipelineConfig) -> None:
         self.config = config
-        self.runs = runs
-        self.model_config: JsonDict | None = None  # of a model that is not on this machine
-        self.tried: TriedModel | None = None
         self.lengths = Lengths()
         self.vocab_size = config.model.vocab_size or NEW_VOCABULARY
         # the rows that could be read, by label, of RL and evaluation
@@ -73,20 +79,11 @@ class Content:
         """Checks that the model's files are complete, and that its config makes a model that they
         fit.
         """
-        model = self.config.model
-        if not self.runs and not expanded(model.path).is_dir():
-            place, self.model_config = place_of_model(self.config)
-            return f"model: {place}"
-        folder, named = source_of(self.config).folder, tried_adapter(self.config)
-        self.tried = self._tried("model.path", folder, sized=not self.runs, **named)
-        return f"model: {_tried_line(folder, self.tried)}"
+        return f"model: {self.tried('model.path', source_of(self.config).folder, **tried_adapter(self.config))}"
 
-    def _tried(self, field: str, folder: Path, *, sized: bool, **named: object) -> TriedModel:
-        """The model of a folder, tried in a process of its own.
-
-        `sized`: True for the sizes that a plan needs.
-        """
-        return try_model(self.config, named | {"where": f"{field}={folder}", "folder": str(folder)}, sized=sized)
+    def tried(self, field: str, folder: Path, **named: object) -> str:
+        """The line about the model of a folder, which is tried in a process of its own."""
+        return tried_line(folder, try_model(self.config, named | named_folder(field, folder)))
 
     def gate(self, run: Run | None) -> str:
         """Opens the gate of the config; UserError where that, or the run that it compares with, is
@@ -111,36 +108,10 @@ class Content:
             label = f"{name}, on {config.rl.teacher_engine}"
         elif run is not None or not name.startswith(RUN):
             folder = source_of(config, field, name).folder
-            label = _tried_line(folder, self._tried(field, folder, sized=False))
+            label = self.tried(field, folder)
         with tempfile.TemporaryDirectory() as scratch:
             check_frozen(config, role, run, self._prompts_of, Path(scratch))
         return f"{role}: {label}"
-
-    def memory(self) -> str:
-        """Lines on the memory, disk and hours that a run needs, by the model's shapes.
-
-        The shapes are those of its folder, of its config.json, or of the config where neither is on
-        this machine.
-        """
-        model = self.config.model
-        stands_in = model.path and self.tried is None and self.model_config is None
-        if stands_in and ("hidden_size" not in model.model_fields_set or expanded(model.path).is_dir()):
-            is_here = expanded(model.path).is_dir()
-            why = (
-                "does not load: its fault is named"
-                if is_here
-                else "is no folder here, and its config.json cannot be read from here"
-            )
-            return f"memory: not estimated, as {model.path} {why}"
-        if self.tried is None:
-            made = new_config(model, self.vocab_size) | {"tie_word_embeddings": not stands_in}
-            tried = {"where": "memory", "config": self.model_config or made, **tried_adapter(self.config)}
-            self.tried = try_model(self.config, tried, sized=True)
-        sizes = self.tried.sizes
-        assert sizes is not None, "a plan asks for sizes"
-        costs = [*disk_lines(self.config, sizes), *time_lines(self.config, self.tried.speed, self.lengths)]
-        lines = [*memory_lines(self.config, sizes), *costs]
-        return "\n".join([*lines, *([_stands_in_line(model.hidden_size * self.vocab_size)] if stands_in else [])])
 
     def trainer(self) -> str:
         """Checks that the GPUs that trainer processes would use are on this machine, and a compiler
@@ -201,8 +172,6 @@ class Content:
         prompt leaves room for a completion.
         """
         config, model = self.config, self.config.model
-        if model.path and not self.runs and not expanded(model.path).is_dir():
-            return "tokenizer: not tried, the model is not here"
         if not model.path and not self.prompts:
             return ""  # it is made from prompts: the fault of each set is reported already
         with tempfile.TemporaryDirectory() as scratch:
@@ -343,18 +312,12 @@ def label(data: DataConfig) -> str:
     return f"data.{data.name} ({data.use})"
 
 
-def _stands_in_line(output_parameters: int) -> str:
-    """The line of a plan about figures from a shape that stands in for the model's.
-
-    The shape does not say if the model's embeddings are tied.
-    """
-    return (
-        "  (by the shape in [model], as the model itself is not here: with an output layer of"
-        f" {output_parameters / 1e6:,.1f}M parameters, which a model with tied embeddings has not)"
-    )
+def named_folder(field: str, folder: Path) -> dict[str, object]:
+    """The model of a folder, as `try_model` takes it."""
+    return {"where": f"{field}={folder}", "folder": str(folder)}
 
 
-def _tried_line(folder: Path, tried: TriedModel) -> str:
+def tried_line(folder: Path, tried: TriedModel) -> str:
     return f"{folder}, {tried.num_parameters:,} parameters; rows of training: {tried.rows}"
 
 

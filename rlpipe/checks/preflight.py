@@ -5,13 +5,13 @@ model is loaded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.content import Content, label
-from rlpipe.checks.plan import warning_lines
 from rlpipe.config.extras import IMPORTS, opened
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import ROLES
@@ -24,6 +24,7 @@ from rlpipe.store.run import Run
 
 log = logging.getLogger(__name__)
 _passed: set[str] = set()  # hashes of configs
+Look = tuple[str, Callable[[], str]]  # a name for its faults, and the check
 
 
 def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
@@ -38,7 +39,7 @@ def preflight(config: PipelineConfig, fork: Run | None = None) -> None:
     check_access(store)
     run = fork or (find_run(store, config) if config.run else None) or Run(store, config)
     redo = run.redoes(last)
-    content = Content(config, runs=True)
+    content = Content(config)
     findings = _examined(content, run, data=not redo)
     if findings.faults:
         raise UserError("\n".join(findings.faults))
@@ -71,20 +72,20 @@ class Findings(NamedTuple):
     faults: list[str]
 
 
-def look_at(config: PipelineConfig) -> Findings:
-    """The findings on all that a config names, for a plan.
+def look_at(content: Content, *more: Look) -> Findings:
+    """The findings on all that a config names, for a plan; `more`: what it looks at last.
 
-    Downloads no model, reads no store, leaves nothing running.
+    Reads no store, leaves nothing running.
     """
-    return _examined(Content(config, runs=False), None)
+    return _examined(content, None, more=more)
 
 
-def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findings:
+def _examined(content: Content, run: Run | None, *, data: bool = True, more: Sequence[Look] = ()) -> Findings:
     """Checks all that a config names, in order, also after a fault; for a `run`, what it still
     needs. `data`: True when data sets are needed.
     """
-    config, runs = content.config, content.runs
-    findings = Findings([], warning_lines(config), [])
+    config = content.config
+    findings = Findings([], _warning_lines(config), [])
     rl = config.rl
     progress = None if run is None else Progress(run)
     has_base, has_sft = (progress is not None and progress.has_base), (progress is not None and progress.sft_complete)
@@ -113,14 +114,13 @@ def _examined(content: Content, run: Run | None, *, data: bool = True) -> Findin
     if config.evaluation.gate_against:
         looks.append(("gate", partial(content.gate, run)))
     looks += [("machine", content.trainer), ("machine", content.engines)] if not is_complete else []
-    looks += [("memory", content.memory)] if not runs else []
-    for name, look in looks:
+    for name, look in [*looks, *more]:
         try:
             findings.lines.extend(filter(None, [look()]))
         except (UserError, OSError) as error:
             fault = f"{name}: {error}" if isinstance(error, OSError) else str(error)
             # a plan may be made where nothing of it will run
-            into = findings.warnings if name == "machine" and not runs else findings.faults
+            into = findings.warnings if name == "machine" and run is None else findings.faults
             into.extend([fault] if fault not in into else [])
     findings.warnings.extend([*content.doubts, *content.leaks()])
     return findings
@@ -138,3 +138,14 @@ def _scored(config: PipelineConfig) -> list[list[str]]:
     uses = (["rl"] if config.rl.num_iterations else []) + (["evaluation"] if config.sets("evaluation") else [])
     uses = [use for use in uses if config.rewards(use)]
     return [[use] for use in uses] if config.evaluation.rewards else [uses] if uses else []
+
+
+def _warning_lines(config: PipelineConfig) -> list[str]:
+    """Warnings about settings that are allowed but hardly meant."""
+    samples_rewards = config.rl.num_iterations and not config.rl.rollouts_from
+    if config.model.path or config.sft.num_steps or not samples_rewards:
+        return []
+    return [
+        "RL of a new model without SFT: random weights write noise, no rollout gets a reward, and there is nothing to"
+        " learn from; set sft.num_steps and give SFT data, or name a trained model as model.path"
+    ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from rlpipe.checks.plan_cost import TriedModel, places
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.weights import reading_s
 from rlpipe.processes.launch import READY_TIMEOUT_S
@@ -17,23 +17,36 @@ from rlpipe.processes.pool import WorkerPool
 from rlpipe.stages.training import new_adapter
 
 
-def try_model(config: PipelineConfig, named: Mapping[str, object], *, sized: bool) -> TriedModel:
-    """Tries a model in a process of its own. `named`: its origin (`where`), and its `folder` or
-    `config`; `sized`: True for the sizes that a plan needs.
+@dataclass(frozen=True)
+class TriedModel:
+    """The facts of a model whose config and shapes were tried. `num_adapted`: parameters of its
+    adapter; `rows`: how sequences are put into rows.
     """
-    trainer, shared = config.trainer, {"context_ranks": config.trainer.context_ranks}
-    hello = {**named, "context_tokens_max": config.model.context_tokens_max, **shared}
-    if sized:
-        training = {"tokens_max": trainer.tokens_max, "activation_checkpointing": trainer.activation_checkpointing}
-        hello["training"] = training | {"dtype": config.model.dtype} | shared
-        if not (trainer.gpu_ids or config.engines.gpu_ids):
-            engine = {"places": places(config), "engine_threads": config.engines.threads}
-            hello["timed"] = {"tokens_max": trainer.tokens_max, "threads": trainer.threads, **engine}
-    field = str(named["where"])
+
+    num_parameters: int
+    num_adapted: int
+    rows: str
+
+
+Tried = TypeVar("Tried", bound=TriedModel)
+
+
+def try_model(config: PipelineConfig, named: Mapping[str, object]) -> TriedModel:
+    """Tries a model in a process of its own. `named`: its origin (`where`), and its `folder` or
+    `config`.
+    """
+    return answer_of(TriedModel, "rlpipe.checks.trial", config, named)
+
+
+def answer_of(kind: type[Tried], module: str, config: PipelineConfig, named: Mapping[str, object]) -> Tried:
+    """The answer of a process that runs `module` and tries a model; `named`: as of `try_model`, and
+    what the process wants beside it.
+    """
+    shared = {"context_tokens_max": config.model.context_tokens_max, "context_ranks": config.trainer.context_ranks}
     timeout_s = READY_TIMEOUT_S + (reading_s(Path(str(named["folder"]))) if "folder" in named else 0)
-    with closing(WorkerPool(field, "rlpipe.checks.trial", hello, start_timeout_s=timeout_s)) as trial:
+    with closing(WorkerPool(str(named["where"]), module, {**named, **shared}, start_timeout_s=timeout_s)) as trial:
         (ready,) = trial.start()
-    tried = TypeAdapter(TriedModel).validate_python(ready)
+    tried = TypeAdapter(kind).validate_python(ready)
     assert tried.num_parameters > 0, "a model without parameters"
     return tried
 

@@ -30,6 +30,7 @@ QUERIES = ("queries", ("duckdb",))
 GATE = ("gate", ("scipy",))
 WHY = ("why", ("scipy",))
 COMMANDS = {
+    "plan": Extra(f"{ROOM}.plan.report:plan_report"),
     "view": Extra(f"{ROOM}.view.server:serve_view", *VIEW),
     "sql": Extra(f"{ROOM}.queries.command:answer", *QUERIES),
     "compare": Extra(f"{ROOM}.compare.report:compare_report"),

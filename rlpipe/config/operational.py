@@ -188,13 +188,6 @@ class TrainerConfig(ServiceConfig):
     )
 
     @property
-    def row_tokens_max(self) -> int:
-        """The number of tokens of the longest row: those of a microbatch on all ranks of a
-        context-parallel group.
-        """
-        return self.tokens_max * self.context_ranks
-
-    @property
     def copies(self) -> int:
         """The number of copies of the whole model on all trainer processes together."""
         return self.nodes if self.split_over == "node" else 1

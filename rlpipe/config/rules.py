@@ -443,7 +443,7 @@ def broken_layout(config: Sections) -> Iterator[str]:
             f"{trainer.context_ranks=}: a context-parallel group is on one node, and {trainer.ranks=} cannot be"
             f" divided into groups of this size; set trainer.context_ranks to {' or '.join(['1', *fitting])}"
         )
-    elif trainer.row_tokens_max < model.context_tokens_max:
+    elif trainer.tokens_max * trainer.context_ranks < model.context_tokens_max:
         shared = f"is split over {trainer.context_ranks=} ranks" if trainer.context_ranks > 1 else "is never split"
         yield (
             f"{trainer.tokens_max=}: is too small; a sequence may have {model.context_tokens_max=} tokens, and"

@@ -200,9 +200,8 @@ class ChatTokenizer:
         longer = self._template.render([*talk, *messages], add_generation_prompt=True)
         after_last = longer.partition(last_text)[2]
         rest = after_last.removeprefix(turn_end)
-        if not (
-            turn_end and after_last.startswith(turn_end) and all(message_text(message) in rest for message in messages)
-        ):
+        said = [content_text(message).strip() for message in messages]
+        if not (turn_end and after_last.startswith(turn_end) and all(text in rest for text in said)):
             raise _no_continuation(messages)
         letters, start = self._letters([*talk, *messages], longer, add_generation_prompt=True), len(longer) - len(rest)
         return rest, _within(letters, start, len(longer))
@@ -368,10 +367,6 @@ def _within(spans: list[Span], start: int, end: int) -> list[Span]:
     """The parts of the spans between `start` and `end`, with positions relative to `start`."""
     cut = [(max(left, start) - start, min(right, end) - start) for left, right in spans]
     return [(left, right) for left, right in cut if left < right]
-
-
-def message_text(message: Message) -> str:
-    return content_text(message).strip()
 
 
 def _unstable(message: Message) -> UserError:

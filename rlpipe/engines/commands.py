@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,13 +14,15 @@ from rlpipe.config.colocation import GPU_GIB_SMALLEST, engine_fraction
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.engines.kind import kind_of
-from rlpipe.engines.toolkit import toolkit_environment
 from rlpipe.engines.weights import Weights
 from rlpipe.processes.gpus import gpu_environment, gpu_gib
 from rlpipe.processes.launch import wrapped
 
 # events hold only new tokens; an event per token would cost more than the token
 STREAM_INTERVAL = ("--stream-interval", "32")
+CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
+# in pip's packages of CUDA 13 and newer
+CUDA_WHEELS = "lib/python3.*/site-packages/nvidia/cu1[0-9]"
 PYTHON_TIMEOUT_S = 60.0  # an interpreter starts slowly from a cold or a shared disk
 
 
@@ -81,6 +85,24 @@ def environment_of(config: PipelineConfig, address: EngineAddress) -> dict[str, 
     if gpu_ids and kind.package:
         variables |= toolkit_environment(Path(engines.python or sys.executable))
     return variables | gpu_environment("engines.gpu_ids", gpu_ids) | engines.environment
+
+
+def toolkit_environment(python: Path) -> dict[str, str]:
+    """The CUDA_HOME and PATH of an engine on a GPU that `python` runs: SGLang and vLLM build GPU
+    kernels at their first request, with nvcc and ninja.
+
+    CUDA_HOME is the folder of pip's nvcc in the interpreter's environment, which is not searched by
+    default; the machine's toolkit often has another version. It is unchanged if the user has set
+    it, or if the environment has no nvcc. PATH begins with the programs of the environment (ninja
+    is one), as if it were activated.
+    """
+    # a bare name is resolved by PATH, not by the working directory
+    programs = Path(shutil.which(python) or python).parent
+    variables = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    if not any(os.environ.get(name) for name in CUDA_HOMES):
+        homes = [home for home in sorted(programs.parent.glob(CUDA_WHEELS)) if (home / "bin" / "nvcc").is_file()]
+        variables |= {"CUDA_HOME": str(homes[-1])} if homes else {}
+    return variables
 
 
 def argv_of(config: PipelineConfig, address: EngineAddress, weights: Weights) -> list[str]:

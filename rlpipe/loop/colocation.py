@@ -12,6 +12,7 @@ are asked by the next start to free their memory, both sides, before either uses
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from rlpipe.engines.fleet import FindHosts
@@ -50,3 +51,28 @@ class MemoryTurns:
             if self.turn != "engines":
                 await self.trainer.offload()
                 self.turn = "engines"
+
+
+class TrainerSeat:
+    """The trainer of a session. `turn` is held by whoever brings the trainer to a position and asks
+    for what it holds then. `memory`: whose turn it is in the memory that it shares with engines;
+    None where it shares none.
+    """
+
+    def __init__(
+        self, client: TrainerClient, memory: MemoryTurns | None, may_steer: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.client, self.memory, self._may_steer = client, memory, may_steer
+        self.turn, self._starting = asyncio.Lock(), asyncio.Lock()
+
+    async def ready(self) -> TrainerClient:
+        """The client of the trainer, for a job: the trainer runs, and has the memory that it may
+        share with engines. Errors as of `Session.check_open`; TakenOver.
+        """
+        async with self._starting:
+            await self._may_steer()
+            if self.memory:
+                await self.memory.to_trainer()
+            if not self.client.started:
+                await self.client.start()
+        return self.client

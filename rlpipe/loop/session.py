@@ -22,13 +22,12 @@ from rlpipe.engines.finding import HostFinder
 from rlpipe.engines.pool import EnginePool
 from rlpipe.engines.weights import Probe
 from rlpipe.loop.clock import Clock
-from rlpipe.loop.colocation import MemoryTurns
+from rlpipe.loop.colocation import MemoryTurns, TrainerSeat
 from rlpipe.loop.holding import cancelled_when_taken_over, told
 from rlpipe.loop.player import Player, PlayerParts, player_of
 from rlpipe.loop.run_data import RunData
 from rlpipe.loop.sampling_round import SamplingRound
 from rlpipe.loop.scratch import remove_copies, work_dir_of
-from rlpipe.loop.seat import TrainerSeat
 from rlpipe.processes.launch import raise_file_limit
 from rlpipe.report.curves import fetch_points
 from rlpipe.report.tracking import Tracker, status_of
@@ -144,9 +143,7 @@ class Session:
             return self._rewards[own]
 
     def _reward_pool(self, use: str) -> RewardPool:
-        config, rl = self.config, self.config.rl
-        rewards, args = config.rewards(use), config.reward_args(use)
-        pool = RewardPool(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets)
+        pool = RewardPool.of(self.config.rl, self.config.rewards(use), self.config.reward_args(use))
         self._closing.callback(pool.close)
         return pool
 

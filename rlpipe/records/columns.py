@@ -130,7 +130,8 @@ def as_row(record: Any) -> JsonDict:
 
 def _encoded(values: list[Any], kind: Any) -> pa.Array:
     if isinstance(kind, Json):
-        return pa.array([_as_text(value, kind) for value in values], pa.string())
+        encoder = ENCODERS[kind.sort_keys]
+        return pa.array(["" if value is None else encoder.encode(value) for value in values], pa.string())
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     offsets = np.zeros(len(values) + 1, dtype=np.int64)
@@ -179,10 +180,6 @@ def _rows(chunk: Any) -> list[Any]:
     else:
         items = _numbers(chunk.values)
     return [items[start:end] for start, end in itertools.pairwise(_numbers(chunk.offsets).tolist())]
-
-
-def _as_text(value: Any, kind: Json) -> str:
-    return "" if value is None else ENCODERS[kind.sort_keys].encode(value)
 
 
 def _from_text(text: str | None, kind: Json, record: type[Any], name: str) -> Any:

@@ -8,9 +8,9 @@ import csv
 import io
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -35,6 +35,7 @@ from rlpipe.store.pruned import pruned_folders
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started, run_names
 
+Row = TypeVar("Row")
 NOTHING, UNFINISHED = "-", "unfinished"
 READERS = 16  # runs that are read at the same time
 REWARD, SHOWN = "rollout/reward_mean", ("rollout/pass_rate", "rollout/groups_kept", "rollout/length_tokens_mean")
@@ -195,13 +196,7 @@ def iterations_report(run: Run) -> IterationsReport:
     progress = Progress(run)
     records, pruned = progress.iterations(progress.num_iterations), pruned_folders(run)
     rows = [
-        IterationRow(
-            record.iteration,
-            record.weight_version,
-            record.ended_at,
-            run.folder("rl", record.iteration, "policy") in pruned,
-            record.metrics,
-        )
+        row_of(IterationRow, record, is_pruned=run.folder("rl", record.iteration, "policy") in pruned)
         for record in records
     ]
     validated = run.config.sft.validated and progress.sft_complete
@@ -274,19 +269,7 @@ def iteration_report(run: Run, iteration: int, rows_max: int) -> IterationReport
     for answer, group, turns_of in trained_groups(run, record):
         if rows_left <= 0:
             break
-        rows = [
-            RolloutRow(
-                rollout.rollout_index,
-                rollout.reward,
-                rollout.reward_parts,
-                rollout.reward_fault,
-                rollout.advantage,
-                rollout.finish_reason,
-                rollout.completion,
-                turns_of(rollout),
-            )
-            for rollout in group[:rows_left]
-        ]
+        rows = [row_of(RolloutRow, rollout, turns=turns_of(rollout)) for rollout in group[:rows_left]]
         groups.append(GroupRow(group[0].group_index, group[0].prompt_id, group[0].prompt, answer, rows))
         rows_left -= len(group)
     return IterationReport(run.name, iteration, record.weight_version, record.ended_at, record.metrics, groups)
@@ -331,6 +314,13 @@ def rollout_table(run: Run, iteration: int) -> str:
     writer.writerow(TABLE_COLUMNS)
     writer.writerows([str(row[name])[:TEXT_CHARS_MAX] for name in TABLE_COLUMNS] for row in rows)
     return printable(text.getvalue())
+
+
+def row_of(kind: type[Row], record: object, **others: Any) -> Row:
+    """A row of a report: the fields that it shares with a record, by their names, and others."""
+    known: type[Any] = kind
+    shared = {field.name: getattr(record, field.name) for field in fields(known) if field.name not in others}
+    return kind(**shared, **others)
 
 
 def parts_text(parts: Metrics, fault: str) -> str:

@@ -18,6 +18,7 @@ from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.values import JsonDict
 from rlpipe.config.extras import REWARDS
 from rlpipe.config.secrecy import Secrets, named_variables, with_variables
+from rlpipe.config.training import RlConfig
 from rlpipe.processes.pool import WorkerPool, code_environment
 from rlpipe.records.prompt import Prompt, RewardPrompt
 from rlpipe.rewards.http import HttpScorer, Judge, RewardService
@@ -94,6 +95,11 @@ class RewardPool:
         for scorer in self._scorers:
             scorer.close()
         self._threads.shutdown(wait=False)
+
+    @classmethod
+    def of(cls, rl: RlConfig, rewards: dict[str, float], args: RewardArgs) -> Self:
+        """A pool with the processes, the time and the secrets that `rl` has."""
+        return cls(rewards, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets)
 
     def __enter__(self) -> Self:
         return self

@@ -102,7 +102,7 @@ class Run:
         return published[1] if published and published[0] == ref else read_manifest(self.store, ref.folder, ref.sha256)
 
     def iteration_key(self, iteration: int) -> str:
-        return f"{self.owner('rl', iteration).root}/rl/{iteration:05d}/iteration.json"
+        return record_of(self.owner("rl", iteration).name, iteration)
 
     def iteration(self, iteration: int) -> IterationRecord | None:
         """The record of an iteration; None when the iteration is not committed.
@@ -114,11 +114,7 @@ class Run:
             return published
         if not self.store.exists(key):
             return None
-        record = read_document(self.store, key, IterationRecord)
-        if (record.run, record.iteration) != (self.owner("rl", iteration).name, iteration):
-            raise StoreError(
-                f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}"
-            )
+        record = read_iteration(self.store, self.owner("rl", iteration).name, iteration)
         if not all(is_key(ref.folder) for ref in record.artifacts.values()):
             raise StoreError(f"{self.store.address(key)} is damaged: it names artifacts outside of the store")
         if record.weight_version != iteration + 1 or not -1 <= record.state_iteration <= iteration:
@@ -159,3 +155,16 @@ class Run:
     def policy(self, version: int) -> tuple[ArtifactRef, Manifest]:
         """The policy of a weight version."""
         return self.committed(*self.policy_place(version), "policy")
+
+
+def record_of(run: str, iteration: int) -> str:
+    """The key of an iteration's record."""
+    return f"runs/{run}/rl/{iteration:05d}/iteration.json"
+
+
+def read_iteration(store: Store, run: str, iteration: int) -> IterationRecord:
+    """The record of an iteration that a run committed; StoreError when it is that of another."""
+    record = read_document(store, key := record_of(run, iteration), IterationRecord)
+    if (record.run, record.iteration) != (run, iteration):
+        raise StoreError(f"{store.address(key)} is the record of iteration {record.iteration} of run {record.run}")
+    return record

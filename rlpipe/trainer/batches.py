@@ -8,6 +8,7 @@ T their scored tokens (padded).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.divergence import TopTokens
-from rlpipe.algorithms.steps import step_ranges
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
@@ -322,3 +322,18 @@ def conversations_of_step(num_conversations: int, step: int, batch_size: int, se
 
 def _order(count: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(seed + epoch)).permutation(count) if epoch else np.arange(count)
+
+
+def step_ranges(num_groups: int, num_steps: int) -> list[range]:
+    """Splits 0 .. num_groups - 1 into the groups of each step: contiguous ranges of lengths as
+    equal as possible, longer ones first. They are known before anything is sampled.
+
+    Fewer groups than steps give fewer steps. Example: step_ranges(5, 2) == [range(0, 3), range(3,
+    5)].
+    """
+    assert num_groups >= 0 and num_steps > 0, f"{num_groups} groups in {num_steps} steps"
+    count = min(num_steps, num_groups)
+    size, longer = divmod(num_groups, max(count, 1))
+    starts = [step * size + min(step, longer) for step in range(count + 1)]
+    assert starts[-1] == num_groups or not count, f"steps end at {starts[-1]} of {num_groups} groups"
+    return [range(*places) for places in pairwise(starts)]

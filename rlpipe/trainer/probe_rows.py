@@ -14,6 +14,7 @@ from torch import Tensor
 from rlpipe.trainer.batches import collate
 from rlpipe.trainer.model import PolicyModel, reshard
 from rlpipe.trainer.packing import Rows, TrainSequence, sequence_of, text_tokens
+from rlpipe.trainer.step import forward
 
 LENGTHS = (29, 17, 5, 3)  # longest first; the longer ones exceed every attention window of the test
 ROOM = 8  # tokens of padding
@@ -57,14 +58,7 @@ def row_logprobs(
         tokens_L[sum(lengths[index] for index in row) :] = padding
     microbatch = microbatch.to(device)
     with torch.set_grad_enabled(gradient):
-        logprobs_N, _ = policy(
-            microbatch.tokens_RL,
-            microbatch.positions_RL,
-            microbatch.source_N,
-            microbatch.target_N,
-            temperature=1.0,
-            branch_RL=microbatch.branch_RL,
-        )
+        logprobs_N, _ = forward(policy, microbatch, temperature=1.0)
     if not gradient:
         reshard(policy)
     return list(logprobs_N.cpu().split([sequence.num_scored for sequence in sequences]))

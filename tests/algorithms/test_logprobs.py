@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.algorithms.logprobs import LOGITS_MAX, chunk_size, chunked_logprobs, scores_of
-from rlpipe.checks.trial import LiveBytes
+from rlpipe.extras.plan.trial import LiveBytes
 
 N, H, V = 23, 8, 50
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from flows.cli import app
 from rlpipe.base.errors import UserError
+from rlpipe.checks.content import Content
 from rlpipe.checks.preflight import look_at, preflight
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -54,6 +52,11 @@ def dies(prompt, completion):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return sums_folder(tmp_path, monkeypatch)
+
+
+def sums_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with sums and rewards."""
     rows = [{"prompt": f"What is {number} + 2?", "answer": str(number + 2)} for number in range(5)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "unanswered.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
@@ -163,7 +166,6 @@ def test_what_is_committed_is_not_looked_for_again(folder: Path, monkeypatch: py
     preflight(tiny(folder, *wrong))  # they have filtered and scored an iteration
 
 
-@pytest.mark.usefixtures("untried_model")
 def test_every_fault_is_named_at_once(folder: Path) -> None:
     sets = [
         "data.words.source=no.jsonl",
@@ -172,7 +174,7 @@ def test_every_fault_is_named_at_once(folder: Path) -> None:
         "data.all_words.source=no.parquet",
     ]
     config = tiny(folder, *sets)
-    findings = look_at(config)
+    findings = look_at(Content(config))
     for fault, needle in zip(
         findings.faults, ["no.parquet", "no.jsonl", "'nope'", "rl.filters.diversity=2"], strict=True
     ):
@@ -189,83 +191,18 @@ def test_a_random_model_without_sft_is_warned_about(folder: Path, caplog: pytest
     assert "random weights write noise" in caplog.text
 
 
-@pytest.fixture
-def plan(folder: Path) -> Callable[..., tuple[int, str]]:
-    def run(preset: str, *sets: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(
-            app, ["plan", preset, *[part for override in sets for part in ("--set", override)]]
-        )
-        return outcome.exit_code, outcome.output
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_plan_says_what_it_read(plan: Callable[..., tuple[int, str]], folder: Path) -> None:
-    code, output = plan("tiny", *SMALL, *SUMS, "rl.rewards={exact = 1.0}")
-    assert code == 0, output
-    assert "data.words (rl): 5 rows of sums.jsonl, for example 'What is 0 + 2?', answer '2'" in output
-    assert "rows of reasoning_gym:spell_backward, for example 'Spell" in output
-    assert "rewards: exact; tried on data.words (rl), data.words (evaluation)" in output
-    assert (
-        "FAULT" not in output and [line for line in output.splitlines() if "WARNING" in line and LEAK not in line] == []
-    )
-    assert {path.name for path in folder.iterdir()} <= {
-        "sums.jsonl",
-        "unanswered.jsonl",
-        "trial_graders.py",
-        "__pycache__",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("untried_model")
-def test_a_plan_names_faults_and_warnings(plan: Callable[..., tuple[int, str]]) -> None:
-    code, output = plan("tiny", *SMALL, *SUMS, "sft.num_steps=0", "rl.filters={nope = 1.0}")
-    assert code == 2
-    assert "WARNING RL of a new model without SFT" in output
-    assert output.count("FAULT") == 2
-
-
-@pytest.mark.usefixtures("untried_model")
-@pytest.mark.parametrize("preset", ["gsm8k-0.5b", "two-node", "multi-node"])
-def test_a_plan_of_what_is_not_here_is_printed_with_its_faults(
-    plan: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, preset: str
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, output = plan(preset)
-    assert code == 2
-    assert "GiB" in output
-    assert "FAULT data.gsm8k.source=gsm8k/train.jsonl: no such file" in output
-    assert "FAULT model.path='Qwen/" in output
-
-
-@pytest.mark.usefixtures("folder", "untried_model")
-def test_a_plan_as_json_has_sizes_as_numbers_and_its_faults_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    ended = CliRunner().invoke(app, ["plan", "gsm8k-0.5b", "--json", "--set", "rl.num_iterations=3"])
-    assert ended.exit_code == 2 and ended.stdout.count("\n") == 1, ended.output
-    report = json.loads(ended.stdout)
-    config = read_config("gsm8k-0.5b", [], PRESETS)
-    assert report["work"]["iterations"] == 3 and report["work"]["steps"] == 3 * config.rl.num_steps
-    assert report["work"]["rollouts"] == config.rl.num_prompts * config.rl.group_size
-    assert any(fault.startswith("data.gsm8k.source=gsm8k/train.jsonl: no such file") for fault in report["faults"])
-    assert any(line.startswith("processes: 1 flow") for line in report["plan"]) and "reading its data" in ended.stderr
-
-
 FRACTIONS = [f"data.{name}.heldout_fraction=0.4" for name in ("words", "short_words", "all_words")]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("untried_model")
 def test_prompts_of_the_evaluation_that_are_trained_on_are_counted(folder: Path) -> None:
-    assert look_at(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS)).warnings == []
+    assert look_at(Content(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS))).warnings == []
     rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
     spaced = [row | {"prompt": f" {row['prompt']}\n"} for row in rows]
     (folder / "spaced.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spaced))
     taught = ["data.short_words.source=spaced.jsonl", "data.short_words.part=all"]
-    assert f"data.words (evaluation): 5 of its 5 prompts {LEAK}" in look_at(tiny(folder, *SUMS)).warnings[0]
-    (warning,) = look_at(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS, *taught)).warnings
+    assert f"data.words (evaluation): 5 of its 5 prompts {LEAK}" in look_at(Content(tiny(folder, *SUMS))).warnings[0]
+    (warning,) = look_at(Content(tiny(folder, "data.words.source=sums.jsonl", *FRACTIONS, *taught))).warnings
     num_heldout = sum(split_point([{"role": "user", "content": row["prompt"]}]) < 0.4 for row in rows)
     assert f"{num_heldout} of its {num_heldout} prompts {LEAK}" in warning
 

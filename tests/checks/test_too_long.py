@@ -10,6 +10,7 @@ import pytest
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks.content import Content
 from rlpipe.checks.preflight import look_at, preflight
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.source import read_config
@@ -96,13 +97,13 @@ async def test_conversations_are_truncated_dropped_or_refused(folder: Path) -> N
 @pytest.mark.slow
 def test_what_is_left_out_is_said_before_a_run_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpipe.checks.content.Content.memory", lambda _: "")
-    findings = look_at(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail"))
+    findings = look_at(Content(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail")))
     assert (
         findings.faults
         == [line for line in findings.faults if line.startswith("data.all_words.on_too_long='fail'")]
         != []
     )
-    findings = look_at(config_of(folder, "data.words.on_too_long=drop"))
+    findings = look_at(Content(config_of(folder, "data.words.on_too_long=drop")))
     assert findings.faults == []
     assert [line for line in findings.lines if "; 4 more are too long and left out" in line]  # 2 of rl, 2 of evaluation
 

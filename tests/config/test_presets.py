@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.checks.plan import plan_lines
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import read_config
 from rlpipe.data.chat import ChatTokenizer
@@ -17,6 +16,7 @@ from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import load_conversations, load_prompts
 from rlpipe.engines.commands import EngineAddress, argv_of
 from rlpipe.engines.weights import Probe, Weights
+from rlpipe.extras.plan.work import plan_lines
 from rlpipe.rewards.registry import resolve
 from rlpipe.store.limits import gpus_held
 from tests.paths import PRESETS, ROOT

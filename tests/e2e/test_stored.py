@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import disk_of
+from rlpipe.extras.plan.cost import disk_of
+from rlpipe.extras.plan.sizes import ModelSizes
 from rlpipe.store.artifacts import find
 from rlpipe.store.opening import open_existing
 from rlpipe.stored.redo import stored_rounds

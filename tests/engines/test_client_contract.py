@@ -43,9 +43,10 @@ from rlpipe.engines.client import (
 )
 from rlpipe.engines.commands import EngineAddress, argv_of, environment_of
 from rlpipe.engines.kind import kind_of
-from rlpipe.engines.weights import Probe, Weights, untied
+from rlpipe.engines.weights import Probe, Weights
 from rlpipe.extras.teacher_engine import asking
 from rlpipe.extras.teacher_engine.asking import KEY_VARIABLE, ask
+from rlpipe.extras.vllm.untied import untied
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import BATCH, Rollout

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.references import ArtifactRef
-from rlpipe.checks.plan import GIB, ModelSizes, memory_lines, process_lines
 from rlpipe.config.colocation import engine_fraction, trainer_rest_gib
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -151,35 +150,6 @@ def test_an_engine_is_told_to_release_and_how_much_it_may_take(
     assert words[words.index(fraction) + 1] == f"{engine_fraction(shared, 24):.2f}"
     apart = read_config("tiny", ["run=a", *ONE_GPU, f"engines.kind={kind}", "engines.gpu_ids=[1]"], PRESETS)
     assert release not in argv(apart) and fraction not in argv(apart)
-
-
-def test_a_plan_says_what_each_side_holds_and_where_it_fits() -> None:
-    sizes = ModelSizes(GIB, GIB // 8, GIB // 8, 2**14, GIB)
-    *_, shared, on_24, on_48, on_80, _ = memory_lines(config(*ONE_GPU), sizes)
-    assert "while training 18.25 + 3.00 that a released engine keeps = 21.25 GiB" in shared
-    assert "the trainer keeps 0.70 GiB, and 12.00 GiB of the host's memory" in shared
-    assert on_24.startswith("  on 24 GiB: an engine gets 0.83 of it: weights, and 587,") and on_80.startswith(
-        "  on 80 GiB: an engine gets 0.86"
-    )
-    *_, on_24, on_48, _, _ = memory_lines(config(*ONE_GPU), ModelSizes(2 * GIB, GIB // 8, GIB // 8, 2**14, GIB))
-    assert on_24 == "  on 24 GiB: does not fit" and "an engine gets 0.85" in on_48
-    assert memory_lines(config(), sizes)[-1].startswith("colocated: trainer and engines take turns in this memory")
-    assert not any("colocated" in line for line in memory_lines(read_config("tiny", [], PRESETS), sizes))
-
-
-def test_a_plan_of_nodes_says_what_each_of_them_holds_and_that_they_run_both() -> None:
-    sizes = ModelSizes(GIB, GIB // 8, GIB // 8, 2**14, GIB)
-    nodes = config(*ONE_GPU, *APART)
-    *_, shared, on_24, _, _, _ = memory_lines(nodes, sizes)
-    # half of 12 bytes a parameter on each node; NCCL stays too
-    assert "the trainer keeps 1.30 GiB, and 6.00 GiB of the memory of each of 2 hosts" in shared
-    assert "while training 10.25 + 3.00 that a released engine keeps" in shared and "an engine gets 0.80 of it" in on_24
-    *_, shared, _, _, _, _ = memory_lines(config(*ONE_GPU, *APART, "trainer.split_over=node"), sizes)
-    assert "and 12.00 GiB of the memory of each of 2 hosts" in shared  # a whole copy
-    assert [line.split(":")[0].strip() for line in process_lines(nodes)[:4]] == [
-        "train node 0", "train node 1", "sampling node 0", "sampling node 1",
-    ]  # fmt: skip
-    assert gpus_held(nodes, "rl") == 2
 
 
 class Sides:

@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
-from rlpipe.checks.plan import ModelSizes, adapter_lines, training_bytes
-from rlpipe.checks.trial import try_model
 from rlpipe.config.source import read_config
 from rlpipe.extras.local_engine.model import LocalModel
+from rlpipe.extras.plan.memory import adapter_lines, training_bytes
+from rlpipe.extras.plan.sizes import ModelSizes
+from rlpipe.extras.plan.trial import size_model
 from rlpipe.models.adapter import is_adapter, merged, new_adapter_rows, put_adapter, target_names
 from rlpipe.models.merge import AdapterFolder, merge
 from rlpipe.models.small import small_config, small_model
@@ -262,7 +263,7 @@ def test_a_plan_counts_the_adapter_and_a_trial_refuses_a_wrong_name() -> None:
         "training": training,
         "adapter": {"rank": 4, "alpha": 8.0, "targets": []},
     }
-    sizes = ModelSizes(**try_model(hello)["sizes"])
+    sizes = ModelSizes(**size_model(hello)["sizes"])
     lm = small_model(small_config(AutoConfig.for_model("llama")))
     before = sum(parameter.numel() for parameter in lm.parameters())
     assert (sizes.parameters, sizes.adapter) == (
@@ -270,7 +271,7 @@ def test_a_plan_counts_the_adapter_and_a_trial_refuses_a_wrong_name() -> None:
         sum(value.numel() for value in with_values(lm, ADAPTER).values()),
     )
     with pytest.raises(UserError, match=r"llama has no linear layer 'w'"):
-        try_model(hello | {"adapter": {"rank": 4, "alpha": 8.0, "targets": ["w"]}})
+        size_model(hello | {"adapter": {"rank": 4, "alpha": 8.0, "targets": ["w"]}})
     run = read_config("tiny", ["model.adapter=lora", "model.dtype=bfloat16"], PRESETS)
     whole, adapted = (training_bytes(run, dataclasses.replace(sizes, adapter=count)) for count in (0, sizes.adapter))
     assert (whole[0], adapted[0]) == (16 * sizes.parameters, 2 * sizes.parameters + 16 * sizes.adapter)

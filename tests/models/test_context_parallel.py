@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlpipe.base.errors import UserError
-from rlpipe.checks.trial import LiveBytes
+from rlpipe.extras.plan.trial import LiveBytes
 from rlpipe.models.causal import small_windows
 from rlpipe.models.context_parallel import ContextGroup, check_context_group, use_context_group, uses_context_group
 from rlpipe.models.flex import use_flex

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as torchs
 from transformers import AutoConfig
 
 from rlpipe.base.errors import UserError
-from rlpipe.checks.trial import LiveBytes
+from rlpipe.extras.plan.trial import LiveBytes
 from rlpipe.models import flex
 from rlpipe.models.flex import BLOCK, block_mask, leave_flex, texts_of, use_flex, uses_flex
 from rlpipe.models.masks import Masks, own_branch

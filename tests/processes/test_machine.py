@@ -15,8 +15,7 @@ from rlpipe.checks import preflight
 from rlpipe.checks.content import Content
 from rlpipe.config.operational import EnginesConfig
 from rlpipe.config.source import read_config
-from rlpipe.engines.commands import EngineAddress, check_python, environment_of
-from rlpipe.engines.toolkit import CUDA_HOMES, toolkit_environment
+from rlpipe.engines.commands import CUDA_HOMES, EngineAddress, check_python, environment_of, toolkit_environment
 from rlpipe.processes import gpus
 from rlpipe.processes.gpus import check_gpus, gpu_environment, gpu_gib
 from rlpipe.trainer.process import TrainerProcesses
@@ -194,24 +193,21 @@ def test_one_that_has_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_runs_elsewhere_is_not_asked_of_this_machine(devices: Path) -> None:
     here = ["model.dtype=bfloat16", "trainer.gpu_ids=[7]", "engines.count=1", "engines.gpu_ids=[8]"]
-    content = Content(read_config("tiny", here, PRESETS), True)
+    content = Content(read_config("tiny", here, PRESETS))
     for look, name in ((content.trainer, "trainer"), (content.engines, "engines")):
         with pytest.raises(UserError, match=rf"^{name}\.gpu_ids="):
             look()
-    elsewhere = Content(
-        read_config("tiny", [*here, "trainer.place=elsewhere", "engines.place=elsewhere"], PRESETS), True
-    )
+    elsewhere = Content(read_config("tiny", [*here, "trainer.place=elsewhere", "engines.place=elsewhere"], PRESETS))
     assert elsewhere.trainer() == elsewhere.engines() == ""
 
 
 @pytest.mark.slow
 def test_a_run_is_refused_and_a_plan_warns(devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Content, "tokenizer", lambda _: "")
-    monkeypatch.setattr(Content, "memory", lambda _: "")
     small = [f"data.{name}.rows_max=40" for name in ("words", "short_words", "all_words")]
     sets = [*small, f"store=file://{tmp_path}/store", "run=a", "model.dtype=bfloat16", "trainer.gpu_ids=[2]"]
     config = read_config("tiny", sets, PRESETS)
-    planned = preflight.look_at(config)
+    planned = preflight.look_at(Content(config))
     assert planned.faults == [] and any(line.startswith("trainer.gpu_ids=[2]: ") for line in planned.warnings)
     with pytest.raises(UserError, match=r"^trainer\.gpu_ids=\[2\]: "):
         preflight.preflight(config)
@@ -222,7 +218,7 @@ def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_star
 ) -> None:
     """Triton wants both, and training would fall to one sequence a row without them."""
     config = read_config("tiny", ["model.dtype=bfloat16", "trainer.gpu_ids=[1]", "run=a"], PRESETS)
-    look = Content(config, True).trainer
+    look = Content(config).trainer
     (tmp_path / "bin").mkdir()
     monkeypatch.delenv("CC", raising=False)
     assert look() == ""
@@ -246,7 +242,7 @@ def test_a_gpu_trainer_without_a_c_compiler_or_headers_is_refused_before_it_star
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
     assert look() == ""
-    assert Content(read_config("tiny", ["run=a"], PRESETS), True).trainer() == "", "on a CPU nothing is compiled"
+    assert Content(read_config("tiny", ["run=a"], PRESETS)).trainer() == "", "on a CPU nothing is compiled"
 
 
 @pytest.mark.parametrize("named", ["python", "{programs}/python"])

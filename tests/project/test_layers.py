@@ -34,7 +34,8 @@ NEVER_IN_RLPIPE = {"prefect", "tasks", "flows"}
 TORCH_IN = {"trainer", "engines", "algorithms", "models", "extras/local_engine"}
 ENGINES_TOO = {"extras/local_engine", "extras/vllm"}  # they run without a trainer
 DOORS = "rlpipe/config/extras.py"  # the one file of the core that names extras
-TORCH_PROCESSES = ("rewards/worker.py", "checks/trial.py", "checks/speed.py")  # of their own, not of a flow
+# of their own, not of a flow
+TORCH_PROCESSES = ("rewards/worker.py", "checks/trial.py", "plan/trial.py")
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:

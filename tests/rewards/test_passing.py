@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.base.errors import UserError
+from rlpipe.checks.content import Content
 from rlpipe.checks.preflight import look_at
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import PipelineConfig
@@ -84,14 +85,13 @@ def test_what_trial_rollouts_get_is_known_where_it_can_be() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("untried_model")
 def test_a_plan_says_at_what_a_rollout_passes_and_that_none_can() -> None:
     small = ["data.words.rows_max=8", "rl.rewards={exact = 0.5}"]
-    found = look_at(config(*small))
+    found = look_at(Content(config(*small)))
     assert any(line.endswith("a rollout passes at 0.5") for line in found.lines) and not any(
         "passes" in line for line in found.warnings
     )
-    found = look_at(config(*small, "evaluation.pass_threshold=1.0"))
+    found = look_at(Content(config(*small, "evaluation.pass_threshold=1.0")))
     assert any(line.startswith("evaluation.pass_threshold=1: is above 0.5") for line in found.warnings)
 
 

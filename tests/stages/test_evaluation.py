@@ -13,6 +13,7 @@ from flows.evaluate import version_to_evaluate
 from rlpipe.base.errors import UserError
 from rlpipe.base.manifests import Manifest, StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.checks.content import Content
 from rlpipe.checks.preflight import look_at
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
@@ -137,26 +138,24 @@ def test_own_settings_are_named_and_rl_s_settings_do_not_matter_then(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("untried_model")
 def test_prompts_need_room_for_the_evaluation_s_own_length(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"leaves no room for a prompt beside evaluation\.completion_tokens_max=128"):
         config(tmp_path, "evaluation.completion_tokens_max=128")
-    (fault,) = look_at(config(tmp_path, "evaluation.completion_tokens_max=120")).faults
+    (fault,) = look_at(Content(config(tmp_path, "evaluation.completion_tokens_max=120"))).faults
     assert (
         "data set words" in fault and "model.context_tokens_max less evaluation.completion_tokens_max leaves 8" in fault
     )
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("untried_model")
 def test_own_rewards_are_tried_on_the_evaluation_sets_alone(tmp_path: Path) -> None:
-    findings = look_at(config(tmp_path, "evaluation.rewards={exact = 1.0}"))
+    findings = look_at(Content(config(tmp_path, "evaluation.rewards={exact = 1.0}")))
     assert [line.split("; ")[1] for line in findings.lines if line.startswith("rewards: ")] == [
         "tried on data.words (rl)", "tried on data.words (evaluation)"
     ]  # fmt: skip
     nobody = '{"no_such:reward" = 1.0}'
     (fault,) = look_at(
-        config(tmp_path, "rl.num_iterations=0", f"rl.rewards={nobody}", f"evaluation.rewards={nobody}")
+        Content(config(tmp_path, "rl.num_iterations=0", f"rl.rewards={nobody}", f"evaluation.rewards={nobody}"))
     ).faults
     assert "evaluation.rewards" in fault and "'no_such:reward' does not import" in fault
     with pytest.raises(UserError, match=r"evaluation\.rewards: the reward 'environment'.*set rl\.environment"):

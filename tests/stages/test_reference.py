@@ -15,7 +15,6 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.checks import preflight
 from rlpipe.checks.content import Content
 from rlpipe.checks.preflight import look_at
-from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
 from rlpipe.loop.session import Session
@@ -155,8 +154,8 @@ def test_preflight_refuses_a_reference_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
-    monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
-    (fault,) = look_at(with_kl(tmp_path, folder_of(tmp_path))).faults
+    monkeypatch.setattr(Content, "tried", lambda content, field, folder: "tried")
+    (fault,) = look_at(Content(with_kl(tmp_path, folder_of(tmp_path)))).faults
     assert "rl.reference=" in fault and "its vocabulary differs in" in fault
     run = made(with_kl(tmp_path, "run:gone"))
     with pytest.raises(UserError, match=r"rl\.reference='run:gone': no run 'gone'"):

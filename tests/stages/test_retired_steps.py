@@ -10,7 +10,6 @@ from random import Random
 
 import pytest
 
-from rlpipe.algorithms.steps import step_ranges
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
@@ -25,6 +24,7 @@ from rlpipe.stages.scoring import score
 from rlpipe.store import run_record
 from rlpipe.store.opening import create_or_continue
 from rlpipe.stored.retired import withdraw_steps
+from rlpipe.trainer.batches import step_ranges
 from tests.rows import BATCH, SCORES
 from tests.stages.test_oversampling import POLICY, PlayedPool, PlayedRewards, World
 

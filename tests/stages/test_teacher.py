@@ -11,11 +11,11 @@ import pytest
 from rlpipe.base.errors import UserError
 from rlpipe.checks import preflight
 from rlpipe.checks.content import Content
-from rlpipe.checks.plan import ModelSizes, training_bytes
 from rlpipe.checks.preflight import look_at
-from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig, stored_tree
 from rlpipe.config.source import override_config
+from rlpipe.extras.plan.memory import training_bytes
+from rlpipe.extras.plan.sizes import ModelSizes
 from rlpipe.loop.session import Session
 from rlpipe.rewards.pool import RewardPool
 from rlpipe.stages import model_source
@@ -76,8 +76,8 @@ def test_preflight_refuses_a_teacher_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_source, "tensor_shapes", lambda folder: {})
-    monkeypatch.setattr(Content, "_tried", lambda content, field, folder, sized: TriedModel(1, "packed", None))
-    (fault,) = look_at(taught(tmp_path, folder_of(tmp_path), *ALONE)).faults
+    monkeypatch.setattr(Content, "tried", lambda content, field, folder: "tried")
+    (fault,) = look_at(Content(taught(tmp_path, folder_of(tmp_path), *ALONE))).faults
     assert "rl.teacher=" in fault and "its vocabulary differs in" in fault
     with pytest.raises(UserError, match=r"rl\.teacher='run:gone': no run 'gone'"):
         preflight.preflight(made(taught(tmp_path, "run:gone", *ALONE)).config)

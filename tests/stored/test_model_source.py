@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save
 
 from rlpipe.base.errors import UserError
-from rlpipe.checks.content import Content
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config
+from rlpipe.extras.plan.report import PlannedContent
 from rlpipe.loop.session import Session, work_dir_of
 from rlpipe.models.whole import whole_policy
 from rlpipe.stages.base import base_policy, base_tokenizer
@@ -151,7 +151,7 @@ def test_a_plan_reads_the_config_alone(s3_server: S3Server, s3_proxy: S3Proxy, t
     place, found = place_of_model(planned)
     assert place.startswith(f"{store.url}, 3 files, 25.2 MB; the run fetches it to {tmp_path}/scratch/models/")
     assert found == {"a": 1} and fetches(s3_proxy) == ["config.json"] and not (tmp_path / "scratch").exists()
-    assert Content(planned, False).model() == f"model: {place}"
+    assert PlannedContent(planned).model() == f"model: {place}"
     made(config(tmp_path, "run=source"))
     place, found = place_of_model(config(tmp_path, "model.path=run:source", "model.context_tokens_max=128"))
     assert place.startswith("version 0 of run source, ") and found == {}

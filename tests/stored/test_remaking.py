@@ -17,7 +17,7 @@ from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import override_config, read_config
-from rlpipe.loop.seat import TrainerSeat
+from rlpipe.loop.colocation import TrainerSeat
 from rlpipe.loop.session import Session
 from rlpipe.stages.base import base_policy, base_tokenizer
 from rlpipe.stages.iteration import commit_iteration

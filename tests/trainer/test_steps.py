@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.algorithms.steps import step_ranges
 from rlpipe.base.errors import UserError
 from rlpipe.records.rollout import UNRECORDED
-from rlpipe.trainer.batches import rows_of_steps
+from rlpipe.trainer.batches import rows_of_steps, step_ranges
 from rlpipe.trainer.gap import of_whole_batch
 from rlpipe.trainer.step import frozen_logprobs, plan_batch
 from rlpipe.trainer.trainer import Trainer

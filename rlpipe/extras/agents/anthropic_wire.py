@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, final
 
-from rlpipe.chat_api.chat import ChatRefused, ChatRequest, GivenReplies, checked_body, json_text, read_request
+from rlpipe.chat_api.chat import ChatRefused, ChatRequest, GivenReplies, checked_body, invalid, json_text, read_request
 from rlpipe.records.prompt import Message
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
@@ -82,10 +82,10 @@ class AnthropicWire:
         """The request; ChatRefused names the field that is not supported."""
         body = checked_body(body, {"thinking": dict, "tool_choice": dict, "tools": list, "messages": list})
         if not all(isinstance(tool, dict) for tool in body.get("tools") or []):
-            raise _invalid("tools", "must be a list of objects with a name and an input_schema")
+            raise invalid("tools", "must be a list of objects with a name and an input_schema")
         if body.get("stop_sequences") or (body.get("thinking") or {}).get("type", "disabled") != "disabled":
             name = "stop_sequences" if body.get("stop_sequences") else "thinking"
-            raise _invalid(name, "is not supported: it would change the distribution that is trained on")
+            raise invalid(name, "is not supported: it would change the distribution that is trained on")
         choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         tools = [
@@ -184,7 +184,3 @@ def _usage(answer: GivenReplies) -> AnthropicUsage:
 
 def _event(name: str, **fields: Any) -> str:
     return f"event: {name}\ndata: {json_text({'type': name, **fields})}\n\n"
-
-
-def _invalid(name: str, what: str) -> ChatRefused:
-    return ChatRefused(400, f"{name}: {what}", "unsupported", name)

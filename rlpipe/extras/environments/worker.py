@@ -20,7 +20,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from rlpipe.base.errors import UserError
 from rlpipe.extras.environments.protocol import (
@@ -39,6 +39,7 @@ from rlpipe.extras.environments.wire import (
     Played,
     PlayLine,
     PlayRequest,
+    StepFields,
 )
 from rlpipe.processes.kernel import kill_descendants
 from rlpipe.processes.lines import LineReader, line_of
@@ -192,12 +193,7 @@ class Home:
         began_s = loop.time()
         if (completion := request["completion"]) is not None:
             step = await in_time(lambda: environment.step(completion), self._checked_step, request["step_s"])
-            played["step"] = {
-                "messages": step.messages,
-                "done": step.done,
-                "reward": step.reward,
-                "metrics": step.metrics,
-            }
+            played["step"] = cast("StepFields", vars(step))
         played["took_s"] = loop.time() - began_s
         return played
 

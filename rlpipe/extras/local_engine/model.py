@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from rlpipe.base.errors import StoreError, UserError
 from rlpipe.config.model import Dtype
+from rlpipe.extras.local_engine.packed import Packed
 from rlpipe.extras.local_engine.recorded import Graph, Recorded
 from rlpipe.extras.local_engine.slot_attention import SlotCache, use_slot_attention
 from rlpipe.models.causal import MODEL_FAULTS, empty_model, hf_config, small_windows
@@ -38,7 +39,6 @@ from rlpipe.models.checkpoint import Checkpoint, local_files, tensors_of, tied_n
 from rlpipe.models.folder import folder_config
 from rlpipe.models.linear import use_fast_linears
 from rlpipe.models.masks import Masks
-from rlpipe.models.packed import Packed
 from rlpipe.models.storage import free, storages_of
 
 PROMPT_STEP = 32

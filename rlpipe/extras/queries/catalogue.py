@@ -21,6 +21,7 @@ from rlpipe.store.audit import stage_of
 from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document
 from rlpipe.store.progress import ITERATION
+from rlpipe.store.run import read_iteration
 from rlpipe.store.run_record import SHARED_BY_REDO, RunRecord, record_key
 
 READERS = 16  # documents that are read at the same time
@@ -175,15 +176,13 @@ class Catalogue:
         owner = self.owner(self._runs[artifact.run], artifact.place.iteration, kind)
         return owner.name if owner else artifact.run
 
-    def artifacts(self, *kinds: str, phase: str = "") -> list[StoredArtifact]:
-        """The committed artifacts of these kinds (without: of all), of one phase or of all, in
-        order.
-        """
+    def artifacts(self, *kinds: str) -> list[StoredArtifact]:
+        """The committed artifacts of these kinds (without: of all), in order."""
         wanted = [
             (run.name, place, folder)
             for run in self.runs
             for folder, place in [*run.places.items(), *self._shared(run, kinds)]
-            if (not kinds or place.kind in kinds) and phase in ("", place.phase)
+            if not kinds or place.kind in kinds
         ]
         read = list(dict.fromkeys((folder, place) for _, place, folder in wanted if folder not in self._artifacts))
         for (folder, _), artifact in zip(read, self._each(self._artifact, read), strict=True):
@@ -255,15 +254,7 @@ class Catalogue:
                 (maker, iteration) for _, maker, iteration in shown if (maker, iteration) not in self._records
             )
         )
-        self._records |= dict(zip(read, self._each(self._record, read), strict=True))
+        records = self._each(lambda entry: read_iteration(self.store, *entry), read)
+        self._records |= dict(zip(read, records, strict=True))
         entries = ((name, self._records[maker, iteration]) for name, maker, iteration in shown)
         return [(name, record) for name, record in entries if record is not None]
-
-    def _record(self, entry: tuple[str, int]) -> IterationRecord:
-        key = f"runs/{entry[0]}/rl/{entry[1]:05d}/iteration.json"
-        record = read_document(self.store, key, IterationRecord)
-        if (record.run, record.iteration) != entry:
-            raise StoreError(
-                f"{self.store.address(key)} is the record of iteration {record.iteration} of run {record.run}"
-            )
-        return record

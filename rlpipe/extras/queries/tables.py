@@ -62,23 +62,13 @@ class Tables:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._made: dict[str, Source] = {}
-        self._makers: dict[str, Callable[[], Source]] = {
-            "_runs": self._runs,
-            "_iterations": self._iterations,
-            "_artifacts": self._artifacts,
-            "_evaluations": self._evaluations,
-            "_prompts": self._prompts,
-            "_rollouts": self._rollouts,
-            "_batch": self._batch,
-            "_dropped": self._dropped,
-            "_gaps": self._gaps,
-            "_evaluation_rollouts": self._evaluation_rollouts,
-        }
 
     def source(self, name: str) -> Source:
-        """The source of this name: a table, or a dataset of files."""
+        """The source of this name, which the method of this name makes: a table, or a dataset of
+        files.
+        """
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            self._made[name] = getattr(self, name)()
         return self._made[name]
 
     def _runs(self) -> Source:
@@ -127,10 +117,7 @@ class Tables:
     def _artifact_row(self, artifact: StoredArtifact) -> Row:
         manifest, place = artifact.manifest, artifact.place
         return {
-            "run": place.run,
-            "phase": place.phase,
-            "iteration": place.iteration,
-            "stage": place.stage,
+            **vars(place),  # run, phase, iteration, stage
             "kind": place.kind,
             "weight_version": manifest.weight_version,
             "num_files": len(manifest.files),

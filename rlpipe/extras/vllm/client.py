@@ -36,7 +36,7 @@ class VllmClient(EngineClient):
 
     Its one key guards only /inference and /v1: the control calls answer every client that reaches
     the port. A tied model reloads without an error and with a stale lm_head: pass `load` the result
-    of `rlpipe.engines.weights.untied`.
+    of `rlpipe.extras.vllm.untied.untied`.
     """
 
     # /health says 200 while the scheduler hangs; this has to go through it

@@ -11,8 +11,9 @@ from rlpipe.engines.adapters import RANK_MAX, loads_adapters
 from rlpipe.engines.client import EngineClient
 from rlpipe.engines.commands import STREAM_INTERVAL, memory_flags, server_argv
 from rlpipe.engines.kind import EngineKind
-from rlpipe.engines.weights import Weights, untied
+from rlpipe.engines.weights import Weights
 from rlpipe.extras.vllm.client import VllmClient
+from rlpipe.extras.vllm.untied import untied
 
 # its own 600 s know nothing of how large the weights are: the host's deadline does
 READY_S = "86400"

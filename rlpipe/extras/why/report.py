@@ -10,7 +10,7 @@ from rlpipe.extras.why.proof import ProofReport, proof_report
 from rlpipe.extras.why.suspects.finding import Finding, from_to
 from rlpipe.extras.why.verdict import ALPHA, Verdict
 from rlpipe.records.rollout import Rollout
-from rlpipe.report.show import parts_text, text_line
+from rlpipe.report.show import parts_text, row_of, text_line
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,6 @@ def _reported(verdict: Verdict, finding: Finding) -> ReportedFinding:
 def _evidence(around: Around, row: int) -> EvidenceRollout:
     rollout: Rollout = around.rollouts[row]
     group = around.groups[around.group_R[row]]
-    return EvidenceRollout(
-        group.iteration,
-        rollout.group_index,
-        rollout.rollout_index,
-        rollout.prompt_id,
-        rollout.reward,
-        rollout.reward_parts,
-        rollout.reward_fault,
-        rollout.finish_reason,
-        len(rollout.completion_tokens),
-        rollout.prompt,
-        rollout.completion,
-        "" if group.prompt.answer is None else str(group.prompt.answer),
-    )
+    answer, tokens = group.prompt.answer, len(rollout.completion_tokens)
+    said = "" if answer is None else str(answer)
+    return row_of(EvidenceRollout, rollout, iteration=group.iteration, tokens=tokens, answer=said)

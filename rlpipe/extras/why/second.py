@@ -17,7 +17,7 @@ from rlpipe.extras.why.changes import NO_SHIFT, Shift, evenly, group_means, shif
 from rlpipe.extras.why.scored_group import ScoredGroup
 from rlpipe.extras.why.suspects.finding import SHOWN, from_to
 from rlpipe.extras.why.today import items_of
-from rlpipe.report.show import text_line
+from rlpipe.report.show import row_of, text_line
 from rlpipe.report.stored_turns import turns_reader
 from rlpipe.rewards.pool import RewardPool
 
@@ -53,9 +53,7 @@ def rescored(history: History, reward: str) -> Rescored:
     rl = history.run.config.rl
     args = {reward: rl.reward_args[reward]} if reward in rl.reward_args else {}
     items = items_of([(group, rollout) for group in groups for rollout in group.rollouts], turns_reader(history.run))
-    with RewardPool(
-        {reward: 1.0}, args, workers=rl.reward_workers, timeout_s=rl.reward_timeout_s, secrets=rl.secrets
-    ) as pool:
+    with RewardPool.of(rl, {reward: 1.0}, args) as pool:
         scores = pool.score(items)
         if all(score.reward is None for score in scores):
             raise UserError(
@@ -198,13 +196,5 @@ def _difference(both: Rescored) -> np.ndarray:
 def _rollout(both: Rescored, row: int) -> SecondRollout:
     group = both.groups[both.group_R[row]]
     rollout = group.rollouts[row - int(np.searchsorted(both.group_R, both.group_R[row]))]
-    return SecondRollout(
-        group.iteration,
-        rollout.group_index,
-        rollout.rollout_index,
-        rollout.prompt_id,
-        float(both.first_R[row]),
-        float(both.second_R[row]),
-        rollout.prompt,
-        rollout.completion,
-    )
+    first, second = float(both.first_R[row]), float(both.second_R[row])
+    return row_of(SecondRollout, rollout, iteration=group.iteration, reward=first, second=second)

@@ -92,13 +92,7 @@ class Today:
             return None
         if key not in self._pools:
             try:
-                pool = RewardPool(
-                    dict.fromkeys(names, 1.0),
-                    args,
-                    workers=rl.reward_workers,
-                    timeout_s=rl.reward_timeout_s,
-                    secrets=rl.secrets,
-                )
+                pool = RewardPool.of(rl, dict.fromkeys(names, 1.0), args)
                 self._pools[key] = self._processes.enter_context(pool)
             except UserError as error:
                 self._pools[key] = None

@@ -171,8 +171,8 @@ def test_a_run_to_compare_with_that_is_not_there_is_said_before_the_run(tmp_path
     run = run_with(tmp_path, "a", GOOD, GOOD)
     rule = 'evaluation.gate_at_most_below={"words_greedy" = 0.1}'
     for against, message in (("run:gone", "no run 'gone'"), ("run:gone@3", "no run 'gone'")):
-        content = Content(override_config(run.config, [f"evaluation.gate_against={against}", rule]), runs=True)
+        content = Content(override_config(run.config, [f"evaluation.gate_against={against}", rule]))
         with pytest.raises(UserError, match=message):
             content.gate(run)
-    there = Content(override_config(run.config, ["evaluation.gate_against=run:a@1", rule]), runs=True)
+    there = Content(override_config(run.config, ["evaluation.gate_against=run:a@1", rule]))
     assert there.gate(run) == "gate: against run:a@1"

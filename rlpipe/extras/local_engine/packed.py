@@ -8,15 +8,15 @@ again.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlpipe.models.amx import has_amx
+
 ROWS = 64  # for which oneDNN chooses the order
-# in a list, and named by their places: a recorded graph (rlpipe/extras/local_engine/recorded.py)
+# in a list, and named by their places: a recorded graph (recorded.py)
 # cannot have a tensor of oneDNN's
 _WEIGHTS: list[Tensor] = []
 
@@ -56,13 +56,6 @@ class Packed:
         """Frees the copies: only `take` may follow."""
         for layer in self._layers:
             _WEIGHTS[layer.place] = torch.empty(0)
-
-
-@functools.cache
-def has_amx() -> bool:
-    """True on a processor that multiplies matrices of bfloat16 by AMX, if torch has oneDNN."""
-    known: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)  # an older torch has none
-    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and bool(known().get("amx_bf16"))
 
 
 def _is_packable(weight: Tensor) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlpipe.models.packed import Packed, PackedLinear, has_amx
+from rlpipe.extras.local_engine.packed import Packed, PackedLinear
+from rlpipe.models.amx import has_amx
 
 needs_amx = pytest.mark.skipif(not has_amx(), reason="needs a processor with AMX")
 

@@ -15,18 +15,18 @@ import torch
 from transformers import AutoConfig
 
 from rlpipe.base.values import size_text
-from rlpipe.checks import speed
-from rlpipe.checks.plan import ModelSizes
-from rlpipe.checks.plan_cost import Lengths, Speed, disk_lines, disk_of, rollout_bytes, time_lines
-from rlpipe.checks.speed import measured_speed
-from rlpipe.checks.trial import _speed_of
-from rlpipe.checks.tried_model import TriedModel
+from rlpipe.checks.content import Lengths
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.extras.plan import trial
+from rlpipe.extras.plan.cost import disk_lines, disk_of, rollout_bytes, time_lines
+from rlpipe.extras.plan.sizes import ModelSizes, Speed
+from rlpipe.extras.plan.trial import _speed_of, measured_speed
 from rlpipe.models.causal import hf_config
 from rlpipe.models.small import small_config
 from rlpipe.store.cache import BYTES_MAX
-from tests.checks.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
+from tests.extras.plan.conftest import SIZED
+from tests.extras.plan.test_plan_memory import PRESETS, QWEN3_30B_A3B, SMOLLM2
 
 SIZES = ModelSizes(parameters=10**9, layer=1, rest=1, kv_token=1, microbatch=1)
 ASKED = {"tokens_max": 64, "threads": 1, "places": 2, "engine_threads": 1}
@@ -110,15 +110,15 @@ def test_hours_are_what_the_passes_take_by_their_number() -> None:
 )
 def test_a_model_is_timed_by_its_first_layers(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    real = speed._passes
-    monkeypatch.setattr(speed, "has_amx", lambda: False)
+    real = trial._passes
+    monkeypatch.setattr(trial, "has_amx", lambda: False)
     monkeypatch.setattr(
-        speed, "_passes", lambda shorter, *rest: tried.append(shorter.num_hidden_layers) or real(shorter, *rest)
+        trial, "_passes", lambda shorter, *rest: tried.append(shorter.num_hidden_layers) or real(shorter, *rest)
     )
     timed = measured_speed(hf_config(model), torch.float32, 32, ASKED)
     assert tried == [1, 3] and isinstance(timed, Speed)
     assert timed.train_s > 0 and timed.forward_s > 0 and timed.decode_s > 0
-    monkeypatch.setattr(speed, "_passes", lambda shorter, *_: [10.0 + 2 * shorter.num_hidden_layers] * 3)
+    monkeypatch.setattr(trial, "_passes", lambda shorter, *_: [10.0 + 2 * shorter.num_hidden_layers] * 3)
     whole = 10.0 + 2 * model["num_hidden_layers"]  # what is in no layer, and each layer
     assert measured_speed(hf_config(model), torch.float32, 32, ASKED) == Speed(whole, whole, whole, ANY, ANY)
 
@@ -128,8 +128,8 @@ def test_a_plan_says_where_bfloat16_is_faster(
     monkeypatch: pytest.MonkeyPatch, dtype: str, amx: bool, gain: int
 ) -> None:
     taken_s = {torch.float32: 8.0, torch.bfloat16: 2.0}
-    monkeypatch.setattr(speed, "has_amx", lambda: amx)
-    monkeypatch.setattr(speed, "_passes", lambda _, dtype, *__: [taken_s[dtype]] * 3)
+    monkeypatch.setattr(trial, "has_amx", lambda: amx)
+    monkeypatch.setattr(trial, "_passes", lambda _, dtype, *__: [taken_s[dtype]] * 3)
     timed = measured_speed(hf_config(GEMMA3), getattr(torch, dtype), 32, ASKED)
     assert isinstance(timed, Speed) and timed.bfloat16 == gain
     said = [line for line in time_lines(config(), timed, Lengths()) if "'bfloat16'" in line]
@@ -141,7 +141,7 @@ def test_a_plan_says_that_it_was_measured_beside_other_work(monkeypatch: pytest.
         time.sleep(0.2)
         return [1.0] * 3
 
-    monkeypatch.setattr(speed, "_passes", waits)
+    monkeypatch.setattr(trial, "_passes", waits)
     waited = measured_speed(hf_config(GEMMA3), torch.float32, 32, ASKED)
     assert isinstance(waited, Speed) and waited.share < 0.5
     for timed, too_long in [(waited, True), (replace(waited, share=1.0), False)]:
@@ -155,7 +155,7 @@ def test_where_nothing_was_timed_a_plan_says_why() -> None:
     for speed_or_why, said in [
         (large, r"a model of its first 3 layers would take 19\.93 GB, and is too large to be timed here"),
         (alone, "the first layers of family recurrent_gemma alone are no model .*Attention"),
-        (TriedModel(1, "packed", None).speed, "no GPU is tried by a plan"),
+        (SIZED.speed, "no GPU is tried by a plan"),
     ]:
         (line,) = time_lines(config(), speed_or_why, Lengths())
         assert re.match(f"time: not estimated, {said}", line), line

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpipe.base.errors import StoreError
-from rlpipe.engines import weights
-from rlpipe.engines.weights import EMBEDDING, HEAD, untied
+from rlpipe.engines.weights import HEAD
+from rlpipe.extras.vllm import untied as export_room
+from rlpipe.extras.vllm.untied import EMBEDDING, untied
 from rlpipe.models.folder import tensor_shapes
 from tests.engine_fixtures import edit_config, tiny_model
 
@@ -59,7 +60,7 @@ def test_it_is_built_once_and_costs_only_the_head(tmp_path: Path) -> None:
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tied = copy_of(0, tmp_path / "policy")
-    monkeypatch.setattr(weights, "_copy_as_head", lambda *_: 1 / 0)
+    monkeypatch.setattr(export_room, "_copy_as_head", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         untied(tied)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy"]
@@ -72,9 +73,9 @@ def test_another_process_may_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     winner = untied(tied)
     shutil.copytree(winner, tmp_path / "won")
     shutil.rmtree(winner)
-    build = weights._build_untied
+    build = export_room._build_untied
     monkeypatch.setattr(
-        weights, "_build_untied", lambda *given: (build(*given), shutil.copytree(tmp_path / "won", winner))
+        export_room, "_build_untied", lambda *given: (build(*given), shutil.copytree(tmp_path / "won", winner))
     )
     assert untied(tied) == winner and sorted(path.name for path in tmp_path.iterdir()) == [
         "policy",

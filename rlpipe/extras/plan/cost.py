@@ -8,8 +8,9 @@ import shutil
 from dataclasses import dataclass
 
 from rlpipe.base.values import size_text
-from rlpipe.checks.plan import BYTES, ModelSizes
+from rlpipe.checks.content import Lengths
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.extras.plan.sizes import BYTES, ModelSizes, Speed, places
 from rlpipe.store.backend import open_store
 from rlpipe.store.cache import BYTES_MAX
 from rlpipe.store.retention import kept_states, kept_versions
@@ -18,53 +19,11 @@ STATE_BYTES = 12  # a trained parameter: fp32 weight, and AdamW's two moments
 # of a sampled token in rollouts, scores and batch together, with its text and
 # logprobs: measured on preset tiny
 TOKEN_BYTES = 30
-PLACES = (16, 128)  # of the local engine, at least and at most
 # policies in scratch while a run is at work: what was published, and what engines load and have
 COPIES = 3
 GAIN_MIN = 1.2  # of bfloat16, below which nobody need hear of it
 SHARE_MIN = 0.8  # of a core, in a measurement on a quiet machine
 BUSY = "; TOO LONG: other work kept this processor busy, of which the measurement had {:.0%} of a core"
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Seconds, on this machine's processor, of a microbatch of `tokens_max` tokens forward and
-    backward, of one forward, and of a token for each place of an engine. Example: Speed(2.1, 0.7,
-    0.12, 0.98).
-
-    `share`: what the measurement had of a core, 0 to 1; beside other work it is low, and the
-    seconds are too many. `bfloat16`: how many times as fast a microbatch is in bfloat16; 0 where
-    that was not tried.
-    """
-
-    train_s: float
-    forward_s: float
-    decode_s: float
-    share: float
-    bfloat16: float = 0.0
-
-
-@dataclass(frozen=True)
-class TriedModel:
-    """The facts of a model whose config and shapes were tried.
-
-    `rows`: how sequences are put into rows; `speed`: or text on why there is none.
-    """
-
-    num_parameters: int
-    rows: str
-    sizes: ModelSizes | None
-    speed: Speed | str = "no GPU is tried by a plan"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Mean tokens of the prompts of RL and of the conversations of SFT, as the tokenizer counted
-    them; 0 where it was not tried.
-    """
-
-    prompt: float = 0.0
-    conversation: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -200,8 +159,3 @@ def _sampling_s(config: PipelineConfig, speed: Speed, rollouts: int, tokens: int
     once as it has places."""
     engines = config.engines.count * config.engines.nodes
     return speed.decode_s * tokens * math.ceil(rollouts / (engines * places(config)))
-
-
-def places(config: PipelineConfig) -> int:
-    """The number of rollouts that the local engine computes at once."""
-    return min(max(config.engines.in_flight_max, PLACES[0]), PLACES[1])

@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from rlpipe.base.errors import UserError
-from rlpipe.checks import content as content_room
-from rlpipe.checks import trial
-from rlpipe.checks.content import Content
-from rlpipe.checks.plan import GIB, ModelSizes, memory_lines, peak_bytes
-from rlpipe.checks.tried_model import TriedModel
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.source import read_config
+from rlpipe.extras.plan import report as report_room
+from rlpipe.extras.plan import trial
+from rlpipe.extras.plan.memory import GIB, memory_lines, peak_bytes
+from rlpipe.extras.plan.report import PlannedContent
+from rlpipe.extras.plan.sizes import ModelSizes
 from rlpipe.models.causal import empty_model, hf_config
 from rlpipe.stages.base import new_config
 from rlpipe.stages.model_source import place_of_model
 from scripts.fits_table import SHAPES, SPLITS, in_page, row
 from tests.deadlines import PIPELINE_S
+from tests.extras.plan.conftest import SIZED
 from tests.memory_of_a_step import LENGTH, TOKENS
 from tests.paths import ROOT
 
@@ -48,7 +49,6 @@ MEASURED = {**QWEN3, "vocab_size": 16000, "hidden_size": 256, "intermediate_size
             "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
             "max_position_embeddings": 1024,
             "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
-TRIED = TriedModel(1, "packed", ModelSizes(10, 1, 1, 1, 1))
 TRIES = 4
 FACTOR = 1.5  # between what a plan says and what a process takes, either way
 
@@ -198,7 +198,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
     place, found = place_of_model(config)
     assert (place, asked) == ("some/model of the hub; the run downloads it", ["some/model/config.json"])
     assert found["num_hidden_layers"] == 2
-    content = Content(config, False)
+    content = PlannedContent(config)
     assert content.model() == "model: some/model of the hub; the run downloads it"
     assert f"model: {(134_515_008 - 28 * 3_540_096) / 1e6:.1f}M parameters" in content.memory()
 
@@ -207,23 +207,23 @@ def test_a_model_that_is_nowhere_is_planned_by_the_shape_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(content_room, "try_model", lambda config, named, sized: asked.append(named["config"]) or TRIED)
-    shaped = Content(read_config("gsm8k-0.5b", [], PRESETS), False)
+    monkeypatch.setattr(report_room, "size_model", lambda config, named: asked.append(named["config"]) or SIZED)
+    shaped = PlannedContent(read_config("gsm8k-0.5b", [], PRESETS))
     assert "with an output layer of 136.1M parameters, which a model with tied embeddings has not)" in shaped.memory()
     assert (asked[0]["hidden_size"], asked[0]["vocab_size"], asked[0]["tie_word_embeddings"]) == (896, 151936, False)
     sets = ["model.path=some/model", "model.context_tokens_max=128"]
     tree = read_config("tiny", sets, PRESETS).model_dump()
     tree["model"] = {"path": "some/model", "context_tokens_max": 128}
-    unknown = Content(PipelineConfig.model_validate(tree), False)
+    unknown = PlannedContent(PipelineConfig.model_validate(tree))
     assert unknown.memory() == (
         "memory: not estimated, as some/model is no folder here, and its config.json cannot be read from here"
     )
     (tmp_path / "config.json").write_text("{}")
-    broken = Content(
-        read_config("tiny", [f"model.path={tmp_path}"], PRESETS), False
+    broken = PlannedContent(
+        read_config("tiny", [f"model.path={tmp_path}"], PRESETS)
     )  # the plan names what is wrong with it
     assert broken.memory() == f"memory: not estimated, as {tmp_path} does not load: its fault is named"
-    new = Content(read_config("tiny", [], PRESETS), False)
+    new = PlannedContent(read_config("tiny", [], PRESETS))
     new.vocab_size = 273
     assert "tokens" in new.memory() and asked[1] == new_config(new.config.model, 273)
 
