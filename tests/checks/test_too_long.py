@@ -95,8 +95,7 @@ async def test_conversations_are_truncated_dropped_or_refused(folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_what_is_left_out_is_said_before_a_run_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpipe.checks.content.Content.memory", lambda _: "")
+def test_what_is_left_out_is_said_before_a_run_starts(folder: Path) -> None:
     findings = look_at(Content(config_of(folder, "data.words.on_too_long=drop", "data.all_words.on_too_long=fail")))
     assert (
         findings.faults
