@@ -83,12 +83,12 @@ def varied(entries: list[str]) -> dict[str, list[str]]:
     """The fields and their values; UserError where one has none, or stands twice."""
     fields: dict[str, list[str]] = {}
     for entry in entries:
-        field, equals, values = entry.partition("=")
-        if not (field.strip() and equals and values.strip()):
+        field, equals, values = map(str.strip, entry.partition("="))
+        if not (field and equals and values):
             raise UserError(f"--vary {entry}: write it as rl.learning_rate=1e-4,2e-4")
-        if field.strip() in fields:
-            raise UserError(f"--vary {entry}: {field.strip()} stands there twice; name all its values in one --vary")
-        fields[field.strip()] = [value.strip() for value in COMMA.split(values)]
+        if field in fields:
+            raise UserError(f"--vary {entry}: {field} stands there twice; name all its values in one --vary")
+        fields[field] = [value.strip() for value in COMMA.split(values)]
     return fields
 
 
