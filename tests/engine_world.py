@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,10 @@ def requests(new_tokens: int = 6, groups: int = GROUPS) -> list[GroupRequest]:
 
 def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[completion.tokens for completion in group] for group in groups]
+
+
+def logprobs(groups: list[list[Completion]]) -> list[list[array[float]]]:
+    return [[completion.rollout_logprobs for completion in group] for group in groups]
 
 
 def versions(groups: list[list[Completion]]) -> set[int]:

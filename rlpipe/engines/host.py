@@ -71,20 +71,19 @@ class EngineHost:
     # calls of the pool
 
     async def serve(self, policy: ArtifactRef, version: int, probe: Probe, nearby: Nearby | None = None) -> None:
-        """Loads a policy on all engines, and starts them if needed; does nothing when they serve it
-        already.
+        """Loads a policy on all engines, and starts them if needed. Engines that serve it already
+        go on: what they sample would have other bits after a reload.
 
         UserError or StoreError for weights that do not fit, before any engine loads them;
         EngineError when no engine serves them. One canary loads first, then all others. An engine
         that fails is restarted on the new weights while the others work.
         """
         async with self._serving:
-            if self._served == (policy, version) and any(engine.proved == version for engine in self.engines):
+            if self._served == (policy, version) and self.weights is not None:
+                if not any(engine.proved == version for engine in self.engines):
+                    await self._reload(self.weights, [])
                 return
-            for engine in self.engines:
-                # this version was another policy, which was never committed
-                if engine.proved == version:
-                    engine.proved = None
+            self._doubt(version, [])
             received = await self._receive(policy, version, probe, nearby)
             self._fetching = True
             try:
@@ -97,6 +96,7 @@ class EngineHost:
                 await self._start(weights)
                 return
             self.weights = weights
+            self._doubt(version, received)  # a restart may have ended meanwhile
             await self._reload(weights, received)
             # an engine that is being restarted may still read older weights
             local = self.work_dir / "weights"
@@ -212,6 +212,14 @@ class EngineHost:
                 await self._restart_one(living, weights)
         await asyncio.gather(*(self._put(engine, weights) for engine in waiting if not engine.restarting_on))
 
+    def _doubt(self, version: int, received: list[Engine]) -> None:
+        """Ends the sampling of engines that serve another policy as `version`, which was never
+        committed.
+        """
+        for engine in self.engines:
+            if engine.proved == version and engine not in received:
+                engine.proved = None
+
     async def _restart_one(self, engines: list[Engine], weights: Weights) -> None:
         for engine in engines:
             async with engine.control:
@@ -222,10 +230,14 @@ class EngineHost:
         raise EngineError(self.engines[0].given_up)
 
     async def _put(self, engine: Engine, weights: Weights) -> bool:
-        """Loads weights on a running engine and proves them. False when it must be restarted."""
+        """Loads weights on a running engine and proves them, unless it serves them already. False
+        when it must be restarted.
+        """
         async with engine.control:
             if weights is not self.weights:
                 return True  # there are newer weights by now, which another call loads
+            if engine.proved == weights.version:
+                return True  # it was restarted on them meanwhile
             engine.proved = None
             try:
                 await engine.wake()
@@ -300,6 +312,8 @@ class EngineHost:
             try:
                 await asyncio.to_thread(engine.service.stop)
                 await self._launch(engine, weights)
+                if weights is not self.weights and weights.version == self.weights.version:
+                    engine.proved = None  # they are of a policy that was never committed
             except EngineError as error:
                 log.warning("%s did not come back: %s", engine.client.name, error)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:

@@ -21,6 +21,7 @@ import pytest_asyncio
 
 from rlpipe.base.errors import EngineError, StoreError
 from rlpipe.engines.client import NOTHING_YET, Completion, EngineUnavailable, Sampling
+from rlpipe.engines.engine import Engine
 from rlpipe.engines.pool import GroupRequest
 from rlpipe.engines.proof import TOLERANCE
 from rlpipe.engines.weights import Weights, check_compatible, reading_s
@@ -28,7 +29,19 @@ from rlpipe.models.folder import tensor_shapes
 from rlpipe.processes.launch import READY_TIMEOUT_S
 from tests.deadlines import SHORT_S, until_async
 from tests.engine_fixtures import ENGINE_KIND, reference_logprobs, tiny_model
-from tests.engine_world import GROUP_SIZE, GROUPS, SEEDED, World, probe, requests, tokens, unavailable, versions, world
+from tests.engine_world import (
+    GROUP_SIZE,
+    GROUPS,
+    SEEDED,
+    World,
+    logprobs,
+    probe,
+    requests,
+    tokens,
+    unavailable,
+    versions,
+    world,
+)
 
 # processes that import torch, restarted on purpose
 pytestmark = [pytest.mark.e2e, pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -60,6 +73,7 @@ def check_same(groups: list[list[Completion]], undisturbed: list[list[Completion
     """Seeded sampling gives the same tokens on any engine: with the local one to the bit."""
     if SEEDED:
         assert tokens(groups) == tokens(undisturbed)
+        assert logprobs(groups) == logprobs(undisturbed)
 
 
 def engines_of(groups: list[list[Completion]]) -> set[str]:
@@ -114,6 +128,44 @@ async def test_what_is_heard_of_a_completion_is_its_beginning_also_when_its_engi
     assert len(completion.tokens) == LONG and heard[-1] == completion.tokens.tolist()
     assert not SEEDED or all(completion.tokens.tolist()[: len(part)] == part for part in heard)
     check_same([[completion]], undisturbed)
+
+
+async def test_engines_that_come_back_on_a_policy_do_not_load_it_again_when_it_is_served_again(
+    two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While no engine samples the pool has its hosts serve the policy again, every few seconds:
+    a load of what an engine serves already would compute its running requests in another way."""
+    loaded, restarts = list[Path](), two.restarts()
+    load = Engine.load
+
+    async def noted(engine: Engine, weights: Weights) -> None:
+        loaded.append(weights.folder)
+        await load(engine, weights)
+
+    monkeypatch.setattr(Engine, "load", noted)
+    for index in range(2):
+        two.signal(index, signal.SIGKILL)
+    await until_async(lambda: all(engine.restarting_on for engine in two.host.engines))
+    await two.host.serve(two.policy(two.serving), two.version, probe(two.serving))
+    assert await two.host.clients(two.version), "it returns once one of them samples"
+    await two.until_back()
+    await two.host.serve(two.policy(two.serving), two.version, probe(two.serving))
+    assert loaded == [] and two.restarts() == [count + 1 for count in restarts]
+
+
+async def test_an_engine_that_comes_back_on_a_policy_that_another_replaced_is_not_taken_for_it(
+    two: World,
+) -> None:
+    """The two have one weight version, as the first was never committed."""
+    wanted = probe(two.other)
+    two.signal(0, signal.SIGKILL)
+    await until_async(lambda: two.engine(0).restarting_on is not None)
+    await two.host.serve(two.policy(two.other), two.version, wanted)
+    two.serving = two.other
+    await two.until_back()
+    for client in await two.host.clients(two.version):
+        scored = await client.score(wanted.tokens, len(wanted.logprobs))
+        assert max(abs(one - other) for one, other in zip(scored, wanted.logprobs, strict=True)) < 1e-3
 
 
 async def test_an_engine_whose_port_is_taken_meanwhile_comes_back_on_another(
