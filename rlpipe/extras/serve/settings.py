@@ -50,9 +50,11 @@ def too_long(policy: ServedPolicy) -> ChatRefused:
 
 
 def check_model(body: Any, policy: ServedPolicy) -> None:
-    """ChatRefused when a request is for another model than the one that is served."""
+    """ChatRefused when a request is for another model than the one that is served. "policy": as
+    agents call what they are trained with.
+    """
     model, run = body.get("model"), policy.name.rpartition("@")[0]
-    if model not in (None, "", policy.name, run):
+    if model not in (None, "", "policy", policy.name, run):
         name = f"{model!r:.100}"
         raise ChatRefused(404, f"model: {name} is not served here; this is {policy.name}", "model_not_found", "model")
 

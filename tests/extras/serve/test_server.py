@@ -100,7 +100,7 @@ async def test_a_tool_call_is_one_and_its_answer_goes_on(pool: TalkingPool, stre
         said = {"role": "assistant", "content": None, "tool_calls": [
             {"id": call.id, "type": "function", "function": {"name": "calculator", "arguments": "{}"}}]}  # fmt: skip
         told: list[Any] = [*ASKED, said, {"role": "tool", "tool_call_id": call.id, "content": "12"}]
-        answered = await client.chat.completions.create(model="talks", messages=told, tools=[TOOL])
+        answered = await client.chat.completions.create(model="policy", messages=told, tools=[TOOL])
     assert answered.choices[0].message.content == ANSWER
 
 
