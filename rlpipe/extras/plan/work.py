@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlpipe.config.overlap import broken_overlap
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.training import RlConfig
+from rlpipe.store.limits import gpus_held
 
 
 def process_lines(config: PipelineConfig) -> list[str]:
@@ -100,7 +101,19 @@ def plan_lines(config: PipelineConfig) -> list[str]:
         ),
         *overlap_lines(rl),
         *sampled,
+        *price_lines(config),
     ]
+
+
+def price_lines(config: PipelineConfig) -> list[str]:
+    """The price of an hour of RL, and how long `budget.cost` lasts; nothing without a price or
+    GPUs.
+    """
+    price, gpus = config.budget.price_per_gpu_h, gpus_held(config, "rl")
+    if not price or not gpus:
+        return []
+    lasts = f"; budget.cost={config.budget.cost:g} lasts {config.budget.cost / price / gpus:.3g} h"
+    return [f"price: an hour of RL holds {gpus} GPUs and costs {price * gpus:g}" + lasts * bool(config.budget.cost)]
 
 
 def overlap_lines(rl: RlConfig) -> list[str]:

@@ -31,6 +31,17 @@ def test_the_plan_says_what_each_overlap_would_overlap() -> None:
     )
 
 
+def test_the_plan_says_what_an_hour_costs_and_how_long_a_budget_lasts() -> None:
+    gpus = ["model.dtype=bfloat16", "trainer.gpu_ids=[0]", "engines.gpu_ids=[1, 2]", "engines.count=2"]
+    price = "budget.price_per_gpu_h=2.5"
+    assert plan_lines(read_config("tiny", [*gpus, price, "budget.cost=400"], PRESETS))[-1] == (
+        "price: an hour of RL holds 3 GPUs and costs 7.5; budget.cost=400 lasts 53.3 h"
+    )
+    assert plan_lines(read_config("tiny", [*gpus, price], PRESETS))[-1].endswith("costs 7.5")
+    for sets in (gpus, [price]):
+        assert not any("price" in line for line in plan_lines(read_config("tiny", sets, PRESETS)))
+
+
 def test_a_plan_says_what_each_side_holds_and_where_it_fits() -> None:
     sizes = ModelSizes(GIB, GIB // 8, GIB // 8, 2**14, GIB)
     *_, shared, on_24, on_48, on_80, _ = memory_lines(config(*ONE_GPU), sizes)
