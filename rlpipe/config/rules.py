@@ -345,8 +345,6 @@ def _of_teacher_engine(rl: RlConfig) -> Iterator[str]:
         )
     if rl.temperature != 1:
         yield f"{rl.teacher_engine=}: engines score at temperature 1, and {rl.temperature=}; use 1, or leave it out"
-    if rl.teacher_top_k:
-        yield f"{rl.teacher_engine=}: only the trainer asks for top tokens; use teacher_top_k = 0, or leave it out"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:

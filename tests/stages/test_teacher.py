@@ -48,7 +48,6 @@ def taught(tmp_path: Path, teacher: str | Path, *sets: str) -> PipelineConfig:
         (["rl.teacher_engine=local:http://a"], r"rl\.teacher_engine='local:http://a': there is no teacher to ask"),
         (["rl.teacher=x", "rl.teacher_engine=http://a"], r"rl\.teacher_engine='http://a': write it as KIND:URL"),
         (["rl.teacher=x", "rl.teacher_engine=vllm:http://a", "rl.temperature=0.5"], "engines score at temperature 1"),
-        (["rl.teacher=x", "rl.teacher_engine=vllm:http://a", "rl.teacher_top_k=8"], "only the trainer asks for top"),
         (
             ["rl.teacher=run:b", *ALONE, "rl.teacher_top_k=8", "trainer.num_ranks=2", "trainer.context_ranks=2"],
             r"rl\.teacher_top_k=8: a rank of a context-parallel group",
