@@ -17,6 +17,7 @@ from flows.ui import publish_iteration
 from flows.unawaited import unawaited
 from rlpipe.base.manifests import ActionResult, IterationRecord, StageResult
 from rlpipe.base.references import ArtifactRef
+from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.loop.session import Session
 from rlpipe.loop.stage import all_ended
@@ -192,18 +193,25 @@ async def train_batch(session: Session, iteration: int, sampled: Sampled) -> Tra
         batch=batch,
         previous=previous,
         reference=reference,
-        teacher=teacher,
-        metrics=training.metrics,
+        teacher=teacher.ref if teacher else None,
+        metrics=training.metrics | ({} if teacher is None else by_set(teacher)),
     )
     return Trained(training, policy)
 
 
-async def teacher_logprobs(session: Session, iteration: int, batch: ArtifactRef) -> ArtifactRef | None:
-    """The teacher's logprobs of the batch; None without a teacher."""
-    if not session.config.rl.teacher:
+async def teacher_logprobs(session: Session, iteration: int, batch: ArtifactRef) -> StageResult | None:
+    """The logprobs of the teachers of the batch; None without a teacher."""
+    config, run = session.config, session.run
+    if not config.teachers:
         return None
-    teacher, _ = await asyncio.to_thread(session.run.committed, "base", 0, "teacher")
-    return (await stages.ask_teacher(session, iteration=iteration, batch=batch, teacher=teacher)).ref
+    held = [(await asyncio.to_thread(run.committed, "base", 0, stage))[0] for stage in config.teachers]
+    first = held.pop(0) if config.rl.teacher else None
+    return await stages.ask_teacher(session, iteration=iteration, batch=batch, teacher=first, set_teachers=held)
+
+
+def by_set(teacher: StageResult) -> Metrics:
+    """The metrics of the teachers by data set; none where all sets have one teacher."""
+    return {name: value for name, value in teacher.metrics.items() if "/" in name}
 
 
 async def end_iteration(session: Session, iteration: int, sampled: Sampled, trained: Trained) -> IterationRecord:

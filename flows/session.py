@@ -27,7 +27,7 @@ from rlpipe.base.errors import EngineError, StepRefused, StoreError, TrainerErro
 from rlpipe.base.manifests import StageResult
 from rlpipe.base.references import ArtifactRef
 from rlpipe.checks.preflight import passed_just_now, preflight
-from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.pipeline import SET_TEACHER, PipelineConfig
 from rlpipe.config.source import Changes, change_config
 from rlpipe.loop import session as stages
 from rlpipe.rewards.process import RewardLost
@@ -44,6 +44,7 @@ from tasks.stages import (
     prepare_model,
     prepare_probe,
     prepare_reference,
+    prepare_set_teacher,
     prepare_teacher,
     prepare_tokenizer,
     service_starter,
@@ -211,7 +212,7 @@ async def _tagged(config: PipelineConfig) -> str:
 
 
 async def prepare(session: stages.Session) -> StageResult:
-    """Records the start of the run; commits tokenizer, base model, reference and teacher unless
+    """Records the start of the run; commits tokenizer, base model, reference and teachers unless
     they are committed; returns the tokenizer.
     """
     tokenizer = await begin_base(session)
@@ -226,7 +227,7 @@ async def begin_base(session: stages.Session) -> StageResult:
 
 
 async def prepare_base(session: stages.Session, tokenizer: ArtifactRef) -> None:
-    """Commits the base model, the reference and the teacher, unless they are committed."""
+    """Commits the base model, the reference and the teachers, unless they are committed."""
     base = await prepare_model(session, tokenizer=tokenizer)
     if session.config.model.path:
         await prepare_probe(session, policy=base.ref)
@@ -234,6 +235,8 @@ async def prepare_base(session: stages.Session, tokenizer: ArtifactRef) -> None:
         await prepare_reference(session, tokenizer=tokenizer)
     if session.config.rl.teacher:
         await prepare_teacher(session, tokenizer=tokenizer)
+    for stage in session.config.teachers[bool(session.config.rl.teacher) :]:
+        await prepare_set_teacher(session, tag=stage.removeprefix(SET_TEACHER), tokenizer=tokenizer)
 
 
 def _keep_start(run: Run) -> None:

@@ -103,6 +103,7 @@ prepare_model = _task(base.base_policy)
 prepare_probe = _task(base.base_probe)
 prepare_reference = _task(base.base_reference)
 prepare_teacher = _task(base.base_teacher)
+prepare_set_teacher = _task(base.base_set_teacher)
 
 prepare_sft_data = _task(sft.prepare_sft_data)
 train_segment = _task(sft.train_segment)

@@ -119,6 +119,7 @@ def batch(store: Store, folder: str, rows: list[JsonDict], empty_groups: Sequenc
             ("rollout_logprobs", pa.list_(pa.float32())),
             ("reward", pa.float64()),
             *([("advantage", pa.float64())] if any("advantage" in row for row in rows) else []),
+            *([("prompt_id", pa.string())] if any("prompt_id" in row for row in rows) else []),
         ]
     )
     groups = [row["group_index"] for row in rows]

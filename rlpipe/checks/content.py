@@ -20,7 +20,6 @@ from rlpipe.config.extras import COMMANDS, opened
 from rlpipe.config.passing import passing_reward, why_none_passes
 from rlpipe.config.pipeline import RUN, PipelineConfig
 from rlpipe.config.sections import DataConfig
-from rlpipe.config.training import Role
 from rlpipe.data.read_sets import ReadSets
 from rlpipe.data.sources import fitting, load_conversations, load_prompts, question, room_for, split_validation
 from rlpipe.data.trial import TokenizerTrial
@@ -95,22 +94,23 @@ class Content:
             open_existing(run.store, against.removeprefix(RUN).partition("@")[0])
         return f"gate: against {against}"
 
-    def frozen(self, role: Role, run: Run | None) -> str:
-        """Checks that the reference, or the teacher, is a model that loads, with the vocabulary of
+    def frozen(self, stage: str, run: Run | None) -> str:
+        """Checks that the reference, or a teacher, is a model that loads, with the vocabulary of
         the run; for a plan, as far as its files are on this machine.
         """
-        config, name, field = self.config, getattr(self.config.rl, role), f"rl.{role}"
+        config, (field, name) = self.config, self.config.frozen_models[stage]
+        role = field.removeprefix("rl.")
         folders = [expanded(path) for path in (name, config.model.path or ".")]
         if (run is None and not all(folder.is_dir() for folder in folders)) or not (config.model.path or self.prompts):
             return f"{role}: {name}, not tried"
         label = name
-        if role == "teacher" and not config.rl.holds_teacher:
+        if stage == "teacher" and config.rl.teacher_engine:
             label = f"{name}, on {config.rl.teacher_engine}"
         elif run is not None or not name.startswith(RUN):
             folder = source_of(config, field, name).folder
             label = self.tried(field, folder)
         with tempfile.TemporaryDirectory() as scratch:
-            check_frozen(config, role, run, self._prompts_of, Path(scratch))
+            check_frozen(config, stage, run, self._prompts_of, Path(scratch))
         return f"{role}: {label}"
 
     def trainer(self) -> str:

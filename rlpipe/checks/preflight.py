@@ -14,7 +14,6 @@ from rlpipe.base.hashing import sha256_of
 from rlpipe.checks.content import Content, label
 from rlpipe.config.extras import IMPORTS, opened
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.training import ROLES
 from rlpipe.data.read_sets import hand_over
 from rlpipe.stages.sampling import check_carried
 from rlpipe.store.backend import check_access, open_store
@@ -103,9 +102,9 @@ def _examined(content: Content, run: Run | None, *, data: bool = True, more: Seq
         looks.append(("environment" if rl.environment else "agent", content.player))
     if data and not has_base:
         looks.append(("tokenizer", content.tokenizer))
-    for role in ROLES:
-        if getattr(rl, role) and not is_complete and (progress is None or not progress.has_frozen(role)):
-            looks.append((role, partial(content.frozen, role, run)))
+    for stage in config.frozen_models if not is_complete else ():
+        if progress is None or not progress.has_frozen(stage):
+            looks.append((stage, partial(content.frozen, stage, run)))
     tried = not num_iterations  # rewards that have scored an iteration need no trial
     if not is_complete:
         looks += [("rewards", partial(content.rewards, uses, tried)) for uses in _scored(config)]

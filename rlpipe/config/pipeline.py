@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
+from rlpipe.base.hashing import sha256_of
 from rlpipe.base.values import JsonDict, expanded
 from rlpipe.config.affects import Added, T
 from rlpipe.config.extras import SOURCES
@@ -23,9 +24,10 @@ from rlpipe.config.model import ModelConfig
 from rlpipe.config.operational import STRICT, BudgetConfig, EnginesConfig, StopConfig, TrackingConfig, TrainerConfig
 from rlpipe.config.rules import broken_layout, broken_rules
 from rlpipe.config.secrecy import refuse_secrets
-from rlpipe.config.sections import CheckpointConfig, DataConfig, EvaluationConfig
+from rlpipe.config.sections import CheckpointConfig, DataConfig, EvaluationConfig, FrozenModel
 from rlpipe.config.training import BETA1, RlConfig, SftConfig
 
+SET_TEACHER = "teacher-"  # begins the name of a stage that copies the teacher of a data set
 RUN = "run:"  # begins the name of what another run of the store made
 OPERATIONAL = {"run", "store", "scratch", "trainer", "engines", "checkpoint", "tracking", "budget", "stop", "approval"}
 PASSED_BEFORE = 1.0  # `evaluation.pass_threshold` of older runs that did not set it
@@ -136,6 +138,26 @@ class PipelineConfig(BaseModel, **STRICT):
             for name, args in self.rl.reward_args.items()
             if name in rewards or (use == "rl" and name not in others)
         }
+
+    @property
+    def frozen_models(self) -> dict[str, FrozenModel]:
+        """The frozen models that the run names, by the stages that copy them: reference, teacher
+        (that of `rl.teacher`), and one for each other teacher that data sets name.
+        """
+        named = {role: FrozenModel(f"rl.{role}", getattr(self.rl, role)) for role in ("reference", "teacher")}
+        for data in self.sets("rl"):
+            named.setdefault(self.teacher_of(data), FrozenModel(f"data.{data.name}.teacher", data.teacher))
+        return {stage: model for stage, model in named.items() if model.name}
+
+    @property
+    def teachers(self) -> list[str]:
+        """The stages that copy the teachers, without repetition; that of `rl.teacher` is first."""
+        return [stage for stage in self.frozen_models if stage != "reference"]
+
+    def teacher_of(self, data: DataConfig) -> str:
+        """The stage that copies the teacher of a data set of use rl."""
+        own = data.teacher if data.teacher != self.rl.teacher else ""
+        return f"{SET_TEACHER}{sha256_of(own)[:12]}" if own else "teacher"
 
     def drops(self, use: str) -> bool:
         """True when rows of one use that are too long are left out."""

@@ -188,7 +188,7 @@ def _of_sampling(config: Sections) -> Iterator[str]:
                 f"{name}.rewards: the reward 'environment' is given by an environment or an agent; set rl.environment"
                 " or rl.agent"
             )
-    if not rl.rewards and not (rl.teacher and rl.teacher_coef):
+    if not rl.rewards and not (config.teachers and rl.teacher_coef):
         yield "rl.rewards is empty: name at least one, for example rewards = {math = 1.0}, or set rl.teacher"
     if rl.pass_rate_low > rl.pass_rate_high:
         yield f"{rl.pass_rate_low=}: is above {rl.pass_rate_high=}, and no prompt lies between them; lower it"
@@ -293,7 +293,8 @@ def _of_gate(config: Sections) -> Iterator[str]:
 
 def _of_teacher(config: Sections) -> Iterator[str]:
     rl, default = config.rl, type(config.rl).model_fields["teacher_coef"].default
-    if not rl.teacher:
+    yield from _of_set_teachers(config)
+    if not config.teachers:
         if rl.teacher_coef != default:
             yield f"{rl.teacher_coef=}: there is no teacher to weigh; set rl.teacher, or remove rl.teacher_coef"
         for name in ("teacher_top_k", "teacher_engine"):
@@ -318,6 +319,21 @@ def _of_teacher(config: Sections) -> Iterator[str]:
         )
 
 
+def _of_set_teachers(config: Sections) -> Iterator[str]:
+    rl, sets = config.rl, config.sets("rl")
+    for data in config.data:
+        if data.teacher and data.name not in [one.name for one in sets]:
+            yield f"data.{data.name}.teacher={data.teacher!r}: a teacher is of a set of use rl; remove it"
+    own = [data.name for data in sets if data.teacher]
+    if own and not rl.teacher and len(own) < len(sets):
+        without = [data.name for data in sets if not data.teacher]
+        yield f"rl.teacher is empty: it is the teacher of {', '.join(without)}, which have none of their own; name it"
+    for name in ("teacher_engine", "rollouts_from"):
+        if own and getattr(rl, name):
+            why = "one engine serves one teacher" if name == "teacher_engine" else "stored rollouts are of other sets"
+            yield f"data.{own[0]}.teacher: {why}; use rl.teacher alone, or leave rl.{name} out"
+
+
 def _of_teacher_engine(rl: RlConfig) -> Iterator[str]:
     kind, _, url = rl.teacher_engine.partition(":")
     if not rl.teacher_engine:
@@ -329,8 +345,6 @@ def _of_teacher_engine(rl: RlConfig) -> Iterator[str]:
         )
     if rl.temperature != 1:
         yield f"{rl.teacher_engine=}: engines score at temperature 1, and {rl.temperature=}; use 1, or leave it out"
-    if rl.teacher_top_k:
-        yield f"{rl.teacher_engine=}: only the trainer asks for top tokens; use teacher_top_k = 0, or leave it out"
 
 
 def _of_stored_rollouts(config: Sections) -> Iterator[str]:
@@ -339,9 +353,9 @@ def _of_stored_rollouts(config: Sections) -> Iterator[str]:
         yield f"{rl.rollouts_from=}: use run:NAME, or a local path of a Parquet file or folder"
     if (path := config.model.path) == "run:" or (config.run and path == f"run:{config.run}"):
         yield f"model.path={path!r}: name another run, as run:NAME"
-    for name, model in (("reference", rl.reference), ("teacher", rl.teacher)):
+    for field, model in config.frozen_models.values():
         if model == "run:" or (config.run and model == f"run:{config.run}"):
-            yield f"rl.{name}={model!r}: name another run, as run:NAME"
+            yield f"{field}={model!r}: name another run, as run:NAME"
     if config.run and source == f"run:{config.run}":
         yield f"{rl.rollouts_from=}: a run cannot train on its own rollouts; name another run"
     for name, value, neutral in (("oversampling", rl.oversampling, 1), ("curriculum", rl.curriculum, "none")):

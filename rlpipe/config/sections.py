@@ -4,7 +4,7 @@ read.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, Field
 
@@ -48,6 +48,10 @@ class DataConfig(BaseModel, **STRICT):
     )
     completion_template: str = Field(default="{answer}", description="SFT completion made from the answer")
     system_prompt: str = Field(default="", description="System message put before every prompt; empty: none")
+    teacher: Annotated[str, "teacher_logprobs", Added("")] = Field(
+        default="",
+        description="Teacher of this set of use rl in place of rl.teacher, named as that; empty: rl.teacher",
+    )
 
 
 class EvaluationConfig(BaseModel, **STRICT):
@@ -135,6 +139,13 @@ class CheckpointConfig(BaseModel, **STRICT):
     )
 
 
+class FrozenModel(NamedTuple):
+    """A frozen model that a run names beside its policy. `field`: where, as in `--set`."""
+
+    field: str
+    name: str  # a folder, a hub name, or run:NAME
+
+
 class Sections(Protocol):
     """The config as its rules see it: `rlpipe.config.pipeline.PipelineConfig`, which imports the
     rules.
@@ -164,5 +175,9 @@ class Sections(Protocol):
     def engines(self) -> EnginesConfig: ...
     @property
     def checkpoint(self) -> CheckpointConfig: ...
+    @property
+    def frozen_models(self) -> dict[str, FrozenModel]: ...
+    @property
+    def teachers(self) -> list[str]: ...
     def sets(self, use: str) -> list[DataConfig]: ...
     def model_dump(self) -> dict[str, Any]: ...

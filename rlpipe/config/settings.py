@@ -12,7 +12,11 @@ from rlpipe.config.pipeline import RETIRED, RETIRED_MARKS, PipelineConfig, marks
 
 PHASES = {"model": "base", "sft": "sft", "rl": "rl"}  # by section, the phase whose policies it affects
 # by kind, the use of the data sets that it is made from
-USES = {"data": "sft", "selection": "sft", "prompts": "rl", "imported": "rl", "evaluation": "evaluation"}
+USES = {
+    "data": "sft", "selection": "sft", "prompts": "rl", "imported": "rl", "teacher_logprobs": "rl",
+    "evaluation": "evaluation",
+}  # fmt: skip
+OF_ONE_KIND = {name for section, name, _ in marks(str) if section == "data" and name}  # fields of data sets
 
 
 class Effect(NamedTuple):
@@ -62,8 +66,11 @@ def artifact_settings(
     for effect in effects(phase, kind):
         section, name, _, condition = effect
         if not condition or any(CONDITIONS[condition](judge, effect) for judge in judges):
-            if section == "data":
-                settings["data"] = [data for data in tree["data"] if data["use"] == USES[kind]]
+            sets = [data for data in tree["data"] if data["use"] == USES.get(kind)]
+            if section == "data" and name:
+                settings |= {f"data.{data['name']}.{name}": data[name] for data in sets if name in data}
+            elif section == "data":
+                settings["data"] = [{key: data[key] for key in data if key not in OF_ONE_KIND} for data in sets]
             else:  # a stored config may lack a field
                 settings |= {f"{section}.{key}": value for key, value in tree[section].items() if name in ("", key)}
     return settings

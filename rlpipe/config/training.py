@@ -16,8 +16,6 @@ from rlpipe.config.secrecy import Secrets, named_variables
 BETA1 = 0.9  # of AdamW
 STEPS_MAX = 10**8
 ROWS_MAX = 10**6  # rows of one batch
-Role = Literal["reference", "teacher"]  # the frozen models that a run may name beside its policy
-ROLES: tuple[Role, ...] = ("reference", "teacher")
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Estimator = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
@@ -351,11 +349,6 @@ class RlConfig(OptimizerConfig):
     @classmethod
     def _are_rules(cls, value: Any) -> dict[str, Rule]:
         return checked_faults(value)
-
-    @property
-    def holds_teacher(self) -> bool:
-        """True when the trainer holds a teacher beside the policy."""
-        return bool(self.teacher) and not self.teacher_engine
 
     @property
     def is_weighed(self) -> bool:

@@ -151,6 +151,17 @@ class Heard:
         return Completion(self.tokens[:], self.logprobs[:], finish_reason, spans, engine)
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The logprobs (temperature 1) of given tokens. `top`: the tokens that the engine finds most
+    probable at each place, with their logprobs, the most probable first, of equals any; empty where
+    none were asked for.
+    """
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
 @dataclass(eq=False)
 class EngineClient(ABC):
     """The calls to one engine. Faults: EngineUnavailable (try another engine), RequestRefused (do
@@ -187,10 +198,17 @@ class EngineClient(ABC):
         Without a timeout: the caller decides how long to wait for the next token.
         """
 
-    @abstractmethod
     async def score(self, tokens: list[int], num_scored: int) -> list[float]:
         """Logprobs (temperature 1) of the last `num_scored` of `tokens`, each conditioned on all
         tokens before it.
+        """
+        return (await self.score_top(tokens, num_scored, 0)).logprobs
+
+    @abstractmethod
+    async def score_top(self, tokens: list[int], num_scored: int, top_k: int) -> ScoredTokens:
+        """As `score`, with the `top_k` most probable tokens at each of these places.
+
+        Trap: more than its vocabulary has may end an engine.
         """
 
     @abstractmethod

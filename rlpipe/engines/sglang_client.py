@@ -23,6 +23,7 @@ from rlpipe.engines.client import (
     Heard,
     RequestRefused,
     SampleRequest,
+    ScoredTokens,
     number_of,
 )
 from rlpipe.engines.weights import reading_s
@@ -139,21 +140,26 @@ class SglangClient(EngineClient):
         assert sum(count for _, count in spans) == num_tokens, f"{self.url}: spans {spans} of {num_tokens} tokens"
         return heard.completion(reason["type"], spans, self.name)
 
-    async def score(self, tokens: list[int], num_scored: int) -> list[float]:
+    async def score_top(self, tokens: list[int], num_scored: int, top_k: int) -> ScoredTokens:
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": len(tokens) - num_scored - 1,
+            **({"top_logprobs_num": top_k} if top_k else {}),
             **self._adapted,
         }
         answer = json.loads(await self.call("POST", "/generate", self.api_key, body, SCORE_TIMEOUT_S))
         scored = answer["meta_info"]["input_token_logprobs"][-num_scored:]
+        top = answer["meta_info"]["input_top_logprobs"][-num_scored:] if top_k else []
         # the token ids with them cannot be compared: SGLang reports the last token of the
         # vocabulary as 0
         if len(scored) != num_scored:
             raise EngineUnavailable(f"{self.url} scored {len(scored)} of {num_scored} tokens")
-        return [number_of(triple[0]) for triple in scored]
+        return ScoredTokens(
+            [number_of(triple[0]) for triple in scored],
+            [[(token, number_of(logprob)) for logprob, token, _ in entries] for entries in top],
+        )
 
     async def load(self, model_path: str, version: int) -> None:
         body = {"model_path": model_path, "weight_version": str(version), "flush_cache": True}

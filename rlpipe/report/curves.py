@@ -121,9 +121,10 @@ def policy_tags(run: Run, version: int) -> dict[str, str]:
     if version > 0 and rl.kl != "none":
         reference = run.committed("base", 0, "reference") if rl.reference else run.policy(0)
         tags |= {"rlpipe.reference": rl.reference or "version 0", "rlpipe.reference_sha256": reference[0].sha256}
-    if version > 0 and rl.teacher:
-        teacher, _ = run.committed("base", 0, "teacher")
-        tags |= {"rlpipe.teacher": rl.teacher, "rlpipe.teacher_sha256": teacher.sha256}
+    for stage in run.config.teachers if version > 0 else ():
+        tag = f"rlpipe.{stage}".replace("-", "_")
+        tags |= {tag: run.config.frozen_models[stage].name}
+        tags |= {f"{tag}_sha256": run.committed("base", 0, stage)[0].sha256}
     return tags
 
 

@@ -16,8 +16,7 @@ from typing import Any
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import ArtifactRef, FileRecord
 from rlpipe.config.model import ModelConfig
-from rlpipe.config.pipeline import RUN, PipelineConfig
-from rlpipe.config.training import Role
+from rlpipe.config.pipeline import RUN, SET_TEACHER, PipelineConfig
 from rlpipe.data.chat import ChatTokenizer
 from rlpipe.data.new_tokenizer import build_tokenizer
 from rlpipe.data.sources import PromptSets
@@ -116,12 +115,20 @@ def base_teacher(session: Session, attempt: Attempt, *, tokenizer: ArtifactRef) 
     return _frozen(session, attempt, "teacher", tokenizer)
 
 
-def _frozen(session: Session, attempt: Attempt, role: Role, tokenizer: ArtifactRef) -> Produced:
-    """A copy of the model that a field names: a later start uses the same one, even if its source
-    has changed.
+@stage("base", f"{SET_TEACHER}{{tag}}", verb="prepare_set_teacher")
+def base_set_teacher(session: Session, attempt: Attempt, *, tag: str, tokenizer: ArtifactRef) -> Produced:
+    """A copy of a teacher that data sets name in place of `rl.teacher`. `tag`: the hash of its
+    name.
     """
-    name, field = getattr(session.config.rl, role), f"rl.{role}"
-    if role == "teacher" and not session.config.rl.holds_teacher:
+    return _frozen(session, attempt, f"{SET_TEACHER}{tag}", tokenizer)
+
+
+def _frozen(session: Session, attempt: Attempt, stage: str, tokenizer: ArtifactRef) -> Produced:
+    """A copy of the model that a field names: a later start uses the same one, even if its source
+    has changed. `stage`: of `PipelineConfig.frozen_models`.
+    """
+    field, name = session.config.frozen_models[stage]
+    if stage == "teacher" and session.config.rl.teacher_engine:
         other = _teacher_tokenizer(session.config)
         check_vocabulary(f"{field}={name!r}", _committed_tokenizer(session.run.store, tokenizer), other)
         return Produced(
@@ -144,15 +151,15 @@ def _teacher_tokenizer(config: PipelineConfig) -> bytes:
     return path.read_bytes()
 
 
-def check_frozen(config: PipelineConfig, role: Role, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
-    """UserError unless the reference, or the teacher, has the vocabulary of the run's tokenizer, or
+def check_frozen(config: PipelineConfig, stage: str, run: Run | None, prompts: PromptSets, scratch: Path) -> None:
+    """UserError unless the reference, or a teacher, has the vocabulary of the run's tokenizer, or
     of the tokenizer that a new run would get.
     """
-    name, field = getattr(config.rl, role), f"rl.{role}"
+    field, name = config.frozen_models[stage]
     if run is not None and name.startswith(RUN):
         policy = newest_policy(run.store, field, name)[0]
         other = _committed_tokenizer(run.store, policy)
-    elif role == "teacher" and not config.rl.holds_teacher:
+    elif stage == "teacher" and config.rl.teacher_engine:
         other = _teacher_tokenizer(config)
     else:
         other = (source_of(config, field, name).folder / "tokenizer.json").read_bytes()

@@ -67,7 +67,7 @@ async def commit_iteration(
 def _record(session: Session, iteration: int, artifacts: dict[str, ArtifactRef], metrics: Metrics) -> IterationRecord:
     run = session.run
     previous = run.iteration(iteration - 1) if iteration else None
-    made = ("state", "gap", "teacher_logprobs") if run.config.rl.teacher else ("state", "gap")
+    made = ("state", "gap", "teacher_logprobs") if run.config.teachers else ("state", "gap")
     beside = {stage: run.artifact("rl", iteration, stage) for stage in made}
     artifacts = artifacts | {stage: artifact[0] for stage, artifact in beside.items() if artifact is not None}
     metrics = metrics | time_metrics(session, iteration, metrics)

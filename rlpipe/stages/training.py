@@ -61,7 +61,8 @@ def new_adapter(config: PipelineConfig) -> NewAdapter | None:
 
 def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
     """The training of one RL iteration, with the settings of the run that owns it."""
-    rl = run.owner("rl", iteration).config.rl
+    config = run.owner("rl", iteration).config
+    rl = config.rl
     return RlJob(
         kind="rl",
         start=position(run, "rl", iteration - 1),
@@ -71,7 +72,7 @@ def rl_job(run: Run, iteration: int, batch: ArtifactRef) -> RlJob:
         first_step=sum(run.owner("rl", before).config.rl.num_steps for before in range(iteration)),
         settings=RlConfig(**rl.model_dump(include={effect.name for effect in effects("rl", "policy")})),
         reference=None if rl.kl == "none" else other_reference(run, iteration) or run.policy(0)[0],
-        teacher_logprobs=run.committed("rl", iteration, "teacher_logprobs")[0] if rl.teacher else None,
+        teacher_logprobs=run.committed("rl", iteration, "teacher_logprobs")[0] if config.teachers else None,
     )
 
 

@@ -5,6 +5,7 @@ The points depend on what the run has committed.
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from rlpipe.base.errors import UserError
@@ -13,7 +14,7 @@ from rlpipe.config.sections import DataConfig
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import AT_SFT, Run
 
-CHANGEABLE = ("rl.", "evaluation.")  # in a fork
+CHANGEABLE = re.compile(r"(rl|evaluation)\.|data\.\w+ \(\w+\)\.teacher:")  # in a fork
 
 
 def differences(new: PipelineConfig, old: PipelineConfig) -> list[str]:
@@ -38,7 +39,7 @@ def fixed_differences(new: PipelineConfig, old: PipelineConfig, at: int) -> list
     """
     if at == AT_SFT:
         new, old = (config.model_copy(update={"data": config.sets("sft")}) for config in (new, old))
-    return [line for line in differences(new, old) if not line.startswith(CHANGEABLE)]
+    return [line for line in differences(new, old) if not CHANGEABLE.match(line)]
 
 
 def _data_differences(new: list[DataConfig], old: list[DataConfig]) -> list[str]:

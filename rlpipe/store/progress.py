@@ -7,7 +7,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from rlpipe.base.manifests import IterationRecord
-from rlpipe.config.training import ROLES, Role
 from rlpipe.store.artifacts import MANIFEST
 from rlpipe.store.run import Run
 
@@ -77,13 +76,11 @@ class Progress:
     @property
     def starts_rl(self) -> bool:
         """True when all that RL starts from is committed."""
-        return self.sft_complete and self.has_base and all(map(self.has_frozen, ROLES))
+        return self.sft_complete and self.has_base and all(map(self.has_frozen, self.run.config.frozen_models))
 
-    def has_frozen(self, role: Role) -> bool:
-        """True when the model that `rl.reference` or `rl.teacher` names is committed, or none is
-        named.
-        """
-        return not getattr(self.run.config.rl, role) or self.run.artifact("base", 0, role) is not None
+    def has_frozen(self, stage: str) -> bool:
+        """True when a frozen model is committed. `stage`: of `PipelineConfig.frozen_models`."""
+        return self.run.artifact("base", 0, stage) is not None
 
     @property
     def has_base(self) -> bool:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from rlpipe.base.errors import StoreError
 from rlpipe.base.manifests import IterationRecord, Manifest
 from rlpipe.base.references import ArtifactRef, is_key
-from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.training import ROLES
+from rlpipe.config.pipeline import SET_TEACHER, PipelineConfig
 from rlpipe.store.artifacts import find, read_artifact, read_manifest
 from rlpipe.store.backend import Store
 from rlpipe.store.commits import Uncommitted
@@ -61,9 +60,10 @@ class Run:
         return self
 
     def _shares(self, phase: str, iteration: int, stage: str) -> bool:
-        if stage in ROLES:  # rl.reference and rl.teacher may change in a fork
+        if stage in ("reference", "teacher") or stage.startswith(SET_TEACHER):  # a fork may name others
             assert self.parent is not None
-            return getattr(self.parent.config.rl, stage) == getattr(self.config.rl, stage)
+            then, now = (run.config.frozen_models.get(stage) for run in (self.parent, self))
+            return (then and then.name) == (now and now.name)
         if phase != "rl":  # one that was forked at SFT evaluates weight version 0 itself
             return stage != "evaluation" or self.fork_at != AT_SFT or bool(self.redo)
         redone_from = self.redoes(iteration) and stage.split("/", 1)[0] in SHARED_BY_REDO[self.redo]

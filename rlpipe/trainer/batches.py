@@ -19,6 +19,7 @@ from rlpipe.algorithms.divergence import TopTokens
 from rlpipe.base.errors import StoreError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.records.kinds import Float, Int32, Logprobs, Mask, Tokens
+from rlpipe.records.kinds import Text as TextColumn
 from rlpipe.records.rollout import (
     BRANCHES_FILE,
     TEACHER_FILE,
@@ -53,6 +54,13 @@ class BatchAdvantage:
     """The column of `batch.parquet` on which gdpo trains."""
 
     advantage: Float
+
+
+@dataclass(frozen=True)
+class BatchPrompt:
+    """The column of `batch.parquet` that says which prompt, of which data set, a rollout has."""
+
+    prompt_id: TextColumn
 
 
 @dataclass(frozen=True)
@@ -235,6 +243,12 @@ def read_advantages(store: Store, data: ArtifactRef, rollouts: RlBatch, folder: 
     stored = [row.advantage for row in map_records(store, data, "batch.parquet", BatchAdvantage, folder)]
     places = zip(rollouts.rollout_B, rollouts.lengths_B, strict=True)
     return [np.broadcast_to(np.float64(stored[rollout]), length) for rollout, length in places]
+
+
+def read_sets(store: Store, data: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[str]:
+    """Reads the name of the data set of each row of a batch. `folder`: see `map_records`."""
+    ids = [row.prompt_id for row in map_records(store, data, "batch.parquet", BatchPrompt, folder)]
+    return [ids[rollout].rpartition("/")[0] for rollout in rollouts.rollout_B]
 
 
 def read_teacher(store: Store, ref: ArtifactRef, rollouts: RlBatch, folder: Path) -> list[np.ndarray]:

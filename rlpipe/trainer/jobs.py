@@ -132,14 +132,17 @@ class TeacherJob:
     """Computes the logprobs that a frozen teacher gives to the trained tokens of a batch, and
     writes them as files of an attempt; with `top_k` also its most probable tokens at each. Needs no
     position, and changes none.
+
+    `of_set`: the index of the teacher of each data set; of one teacher it is not read.
     """
 
     data: Reference
-    teacher: Reference
+    teachers: Annotated[list[Reference], Field(min_length=1)]
     temperature: float
     folder: str
     attempt: str
     top_k: int = 0
+    of_set: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""What a frozen teacher gives to the tokens of a batch: the input of distillation.
+"""What frozen teachers give to the tokens of a batch: the input of distillation.
 
-Legend: N scored tokens of a batch, K top tokens of the teacher.
+Legend: B rows of a batch, N their scored tokens, K top tokens of the teacher.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from rlpipe.algorithms.divergence import top_tokens
 from rlpipe.base.errors import UserError
 from rlpipe.base.references import FileRecord
+from rlpipe.base.values import Metrics
 from rlpipe.records.columns import to_parquet, to_table
 from rlpipe.records.rollout import TEACHER_FILE, TEACHER_TOP_FILE, TeacherLogprobs, TeacherTop
 from rlpipe.store.artifacts import write_bytes
-from rlpipe.trainer.batches import RlBatch, read_rl_batch
+from rlpipe.trainer.batches import RlBatch, read_rl_batch, read_sets
 from rlpipe.trainer.gap import rows_of_batch
 from rlpipe.trainer.jobs import JobResult, TeacherJob
 from rlpipe.trainer.model import reshard
@@ -27,15 +29,27 @@ from rlpipe.trainer.rl import Reference
 from rlpipe.trainer.step import forward, plan_batch
 
 
-def teach(ranks: Ranks, teacher: Reference, job: TeacherJob) -> JobResult:
+def teach(ranks: Ranks, teachers: list[Reference], job: TeacherJob) -> JobResult:
     """Computes the teacher's logprobs of every scored token of a batch, and of its own top tokens
     there where the job asks for them, and writes them; the files are those of rank 0. UserError
     when one of them is not finite.
+
+    Each row has the teacher of its data set: where there are several, each computes its own rows.
     """
     rollouts = ranks.in_turn(lambda folder: read_rl_batch(ranks.store, job.data, 1, folder))
-    top_k = min(job.top_k, teacher.policy.lm.config.get_text_config().vocab_size)
-    values_NC = _taught(ranks, teacher, job, rollouts, top_k)
-    result = JobResult({"num_tokens": len(values_NC)})
+    sizes = {teacher.policy.lm.config.get_text_config().vocab_size for teacher in teachers}
+    if len(sizes) > 1 and job.top_k >= min(sizes):
+        raise UserError(f"rl.teacher_top_k={job.top_k}: its teachers have {sizes} tokens; use less than {min(sizes)}")
+    top_k = min(job.top_k, *sizes)
+    if len(teachers) == 1:
+        values_NC, apart = _taught(ranks, teachers[0], job, rollouts, top_k), {}
+    else:
+        sets_B = ranks.in_turn(lambda folder: read_sets(ranks.store, job.data, rollouts, folder))
+        parts = (_of_teacher(rollouts, [job.of_set[name] == at for name in sets_B]) for at in range(len(teachers)))
+        taught = zip(teachers, parts, strict=True)
+        values_NC = torch.stack([_taught(ranks, teacher, job, part, top_k) for teacher, part in taught]).sum(0)
+        apart = _apart(rollouts, sets_B, values_NC[:, 0].numpy())
+    result = JobResult({"num_tokens": len(values_NC), **apart})
     with ranks.together():
         if unknown := int((~values_NC[:, : 1 + 2 * top_k].isfinite()).any(-1).sum()):
             raise UserError(
@@ -53,10 +67,25 @@ def teach(ranks: Ranks, teacher: Reference, job: TeacherJob) -> JobResult:
     return result
 
 
+def _of_teacher(rollouts: RlBatch, own_B: list[bool]) -> RlBatch:
+    """The batch with the sequences of its own rows alone; the places of all others stay."""
+    return replace(rollouts, steps=[[one for one in step if own_B[one.row]] for step in rollouts.steps])
+
+
+def _apart(rollouts: RlBatch, sets_B: list[str], logprobs_N: np.ndarray) -> Metrics:
+    """The mean of the engine's logprob, recorded while sampling, minus the teacher's, of each data
+    set that has such tokens.
+    """
+    rows = sorted((row for step in rollouts.steps for row in step), key=lambda row: row.row)
+    gap_N = np.concatenate([np.zeros(0), *(row.rollout_logprobs for row in rows)]) - logprobs_N
+    set_N = np.where(np.isfinite(gap_N), np.repeat(sets_B, rollouts.lengths_B), "")
+    return {f"train/teacher_kl/{name}": float(gap_N[set_N == name].mean()) for name in {*set_N.tolist()} - {""}}
+
+
 def _taught(ranks: Ranks, teacher: Reference, job: TeacherJob, rollouts: RlBatch, top_k: int) -> Tensor:
     """What the teacher gives to each of the N scored tokens, fp32 on the host of every rank: the
     token's logprob, then, where it is asked for K tokens, these, their K logprobs, and the logprob
-    of the rest. A collective.
+    of the rest; zeros for tokens of no sequence of `rollouts`. A collective.
     """
     planned = [plan_batch(ranks, teacher.policy, teacher.rows, step) for step in rollouts.steps]
     microbatches = [microbatch for batch in planned if batch.num_tokens for microbatch in batch.microbatches]

@@ -1,5 +1,5 @@
 """The models that the trainer has in memory (the policy in training, the frozen reference and
-teacher), and the jobs that use them.
+teachers), and the jobs that use them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from rlpipe.base.references import ArtifactRef
-from rlpipe.config.training import Role
 from rlpipe.processes.memory import settle_heap
 from rlpipe.trainer.adapted import adapter_of_reference
 from rlpipe.trainer.jobs import AnyJob, JobResult, LoadJob, OfferJob, OffloadJob, SaveJob, SendJob, SftJob, TeacherJob
@@ -28,7 +27,7 @@ from rlpipe.trainer.teaching import teach
 
 
 class Trainer:
-    """One rank's part of the policy in training, of the frozen reference and of the teacher.
+    """One rank's part of the policy in training, of the frozen reference and of the teachers.
 
     All can be rebuilt from the store.
 
@@ -41,8 +40,8 @@ class Trainer:
         self._on_published = on_published or partial(upload, ranks.store, ranks.published)
         self.resident: Resident | None = None
         self._has_loaded = False  # it has, or tried to
-        # by role, the frozen model with its sha256
-        self._frozen: dict[Role, tuple[str, Reference]] = {}
+        # by role (reference, teacher-0, teacher-1, ...), the frozen model with its sha256
+        self._frozen: dict[str, tuple[str, Reference]] = {}
         self._offloaded: Offloaded | None = None
         self._sending = Sending(ranks)
 
@@ -66,7 +65,8 @@ class Trainer:
                     self._on_published(publication(job, result, self.ranks.node))
             return result
         if isinstance(job, TeacherJob):
-            return teach(self.ranks, self._frozen_model("teacher", job.teacher), job)
+            teachers = [self._frozen_model(f"teacher-{index}", ref) for index, ref in enumerate(job.teachers)]
+            return teach(self.ranks, teachers, job)
         if isinstance(job, OfferJob | SendJob):
             assert self.resident is not None, "nothing to send"
             if isinstance(job, OfferJob):
@@ -89,7 +89,7 @@ class Trainer:
             if job.reference is None:
                 self._frozen.pop("reference", None)
             if job.teacher_logprobs is None:
-                self._frozen.pop("teacher", None)
+                self._frozen = {role: model for role, model in self._frozen.items() if role == "reference"}
             reference = self._frozen_model("reference", job.reference, resident) if job.reference else None
             result = train_rl(self.ranks, resident, reference, job)
         self.resident = resident
@@ -122,8 +122,8 @@ class Trainer:
         else:
             offloaded.restore()
 
-    def _frozen_model(self, role: Role, ref: ArtifactRef, resident: Resident | None = None) -> Reference:
-        """The frozen reference or teacher, loaded again only when `ref` changes; where it differs
+    def _frozen_model(self, role: str, ref: ArtifactRef, resident: Resident | None = None) -> Reference:
+        """The frozen reference or a teacher, loaded again only when `ref` changes; where it differs
         from the resident policy only in the adapter, it is that policy with other values of the
         adapter. A teacher is always a model of its own: it is asked where nothing is resident yet.
         """

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from rlpipe.base.errors import EngineError
+from rlpipe.algorithms.divergence import top_tokens
+from rlpipe.base.errors import EngineError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.config.source import read_config
@@ -49,7 +51,7 @@ from rlpipe.extras.teacher_engine.asking import KEY_VARIABLE, ask
 from rlpipe.extras.vllm.untied import untied
 from rlpipe.processes.launch import Service, answers, free_port
 from rlpipe.records.columns import to_parquet, to_table
-from rlpipe.records.rollout import BATCH, Rollout
+from rlpipe.records.rollout import BATCH, Rollout, TeacherTop
 from rlpipe.services.calls import new_session
 from rlpipe.store.backend import Store, open_store
 from tests.deadlines import DEADLINE_S, until_async
@@ -61,6 +63,7 @@ from tests.engine_fixtures import (
     VLLM_VENV,
     VOCAB,
     engine,
+    reference,
     reference_logprobs,
     scratch,
     tiny_model,
@@ -257,18 +260,44 @@ def stored_batch(store: Store, rows: list[JsonDict]) -> ArtifactRef:
     return artifact(store, "batch", {"batch.parquet": to_parquet(to_table(rollouts, Rollout, BATCH))})
 
 
+@pytest.mark.parametrize("top_k", [0, 8, 1000])
 async def test_a_teacher_on_an_engine_scores_the_tokens_that_are_trained(
-    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_k: int
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, API_KEY)
     store, rows = open_store(f"file://{tmp_path}"), rollout_rows(3, 4, seed=1)
     rows[2] |= {"loss_mask": [0] * len(rows[2]["loss_mask"])}
-    taught = await ask(store, f"{ENGINE_KIND}:{client.url}", stored_batch(store, rows))
-    assert [(one.group_index, one.rollout_index) for one in taught] == [(at // 4, at % 4) for at in range(12)]
-    for row, one in zip(rows, taught, strict=True):
+    address, batch = f"{ENGINE_KIND}:{client.url}", stored_batch(store, rows)
+    if top_k > VOCAB and ENGINE_KIND == "vllm":
+        with pytest.raises(UserError, match=f"rl.teacher_engine: .* start it with --max-logprobs {VOCAB}"):
+            await ask(store, address, batch, top_k, VOCAB)
+        return
+    taught = await ask(store, address, batch, top_k, VOCAB)
+    assert [(one.group_index, one.rollout_index) for one, _ in taught] == [(at // 4, at % 4) for at in range(12)]
+    for row, (one, top) in zip(rows, taught, strict=True):
         marks = torch.tensor(row["loss_mask"], dtype=torch.bool)
         expected = reference_logprobs(tiny_model(0), row["prompt_tokens"], row["completion_tokens"])[marks]
         assert_logprobs(one.logprobs.tolist(), expected)
+        if top_k:
+            check_top(top, row, marks, top_k)
+
+
+def check_top(top: TeacherTop, row: JsonDict, marks: torch.Tensor, top_k: int) -> None:
+    """Compares with what the trainer computes of the logits of transformers; tokens that tie may
+    change places."""
+    tokens, start = torch.tensor([row["prompt_tokens"] + row["completion_tokens"]]), len(row["prompt_tokens"]) - 1
+    with torch.inference_mode():
+        logits_NV = reference(tiny_model(0))(tokens).logits[0, start:-1][marks]
+    expected = top_tokens(logits_NV, top_k, 1.0)
+    found = [torch.from_numpy(part).view(len(logits_NV), min(top_k, VOCAB)) for part in (top.tokens, top.logprobs)]
+    given_NK = logits_NV.log_softmax(-1).gather(-1, found[0].long())
+    torch.testing.assert_close(found[1], expected.logprobs_NK, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[1], given_NK, atol=1e-4, rtol=0)
+    if expected.rest_N is None:
+        assert np.isneginf(top.rest).all()
+    else:
+        torch.testing.assert_close(torch.from_numpy(top.rest).exp(), expected.rest_N.exp(), atol=1e-5, rtol=0)
+    assert all(len({*row}) == len(row) for row in found[0].tolist())
 
 
 async def test_a_teacher_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

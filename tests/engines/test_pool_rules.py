@@ -24,6 +24,7 @@ from rlpipe.engines.client import (
     RequestRefused,
     SampleRequest,
     Sampling,
+    ScoredTokens,
     logprobs_of,
     tokens_of,
 )
@@ -54,7 +55,7 @@ class Played(EngineClient):
         self.now -= 1
         return Completion(tokens_of([7]), logprobs_of([-0.5]), "length", [(1, 1)], self.name)
 
-    async def score(self, tokens: list[int], num_scored: int) -> list[float]:
+    async def score_top(self, tokens: list[int], num_scored: int, top_k: int) -> ScoredTokens:
         raise NotImplementedError
 
     async def load(self, model_path: str, version: int) -> None:

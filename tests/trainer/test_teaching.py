@@ -18,7 +18,7 @@ from rlpipe.base.errors import StoreError, UserError
 from rlpipe.base.references import ArtifactRef
 from rlpipe.base.values import JsonDict
 from rlpipe.models.causal import hf_config
-from rlpipe.records.rollout import TEACHER_FILE, TeacherLogprobs
+from rlpipe.records.rollout import TEACHER_FILE, TEACHER_TOP_FILE, TeacherLogprobs, TeacherTop
 from rlpipe.store.artifacts import read_records
 from rlpipe.trainer.board import Board
 from rlpipe.trainer.jobs import STATUS_OK, check_place, job_of
@@ -60,7 +60,7 @@ class Classroom:
 
 
 def asking(batch: ArtifactRef, teacher: ArtifactRef, folder: str, temperature: float = 1.0) -> JsonDict:
-    refs = {"data": batch.as_json(), "teacher": teacher.as_json()}
+    refs = {"data": batch.as_json(), "teachers": [teacher.as_json()]}
     return {**refs, "temperature": temperature, "folder": folder, "attempt": "a1"}
 
 
@@ -68,10 +68,15 @@ def asking(batch: ArtifactRef, teacher: ArtifactRef, folder: str, temperature: f
 def room(tmp_path: Path) -> Classroom:
     trainer = Trainer(world.one_rank(tmp_path, tokens_max=256))
     world.run(trainer, "load", world.load_new("teacher", seed=9))
-    store, made = trainer.ranks.store, world.run(trainer, "save", world.save("teacher", "teacher", None))["policy"]
     rows = world.rollout_rows(6, 4)
     rows[5] |= {"loss_mask": [0] * len(rows[5]["loss_mask"])}
-    return Classroom(trainer, world.saved(store, "teacher", made), rows, world.batch(store, "batch", rows))
+    return Classroom(trainer, kept(trainer, "teacher"), rows, world.batch(trainer.ranks.store, "batch", rows))
+
+
+def kept(trainer: Trainer, name: str) -> ArtifactRef:
+    """What is resident, saved as a teacher."""
+    made = world.run(trainer, "save", world.save(name, name, None))["policy"]
+    return world.saved(trainer.ranks.store, name, made)
 
 
 def plain_logprobs(seed: int, row: JsonDict, temperature: float = 1.0, lm: Any = None) -> torch.Tensor:
@@ -102,6 +107,49 @@ def test_the_stored_logprobs_are_those_of_the_teachers_own_forward_pass(room: Cl
     for row, found in zip(room.rows, stored, strict=True):
         expected = plain_logprobs(9, row, temperature).detach().numpy()
         np.testing.assert_allclose(found.logprobs, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_each_row_has_the_logprobs_of_the_teacher_of_its_set(room: Classroom, top_k: int) -> None:
+    store, sets = room.trainer.ranks.store, ["words", "sums", "poems"]  # the first and the last have one teacher
+    rows = [row | {"prompt_id": f"{sets[row['group_index'] % 3]}/{row['group_index']}"} for row in room.rows]
+    world.run(room.trainer, "load", world.load_new("second", seed=5))
+    refs = [ref.as_json() for ref in (room.teacher, kept(room.trainer, "second"))]
+    job = asking(world.batch(store, "mixed", rows), room.teacher, PLACE)
+    job |= {"teachers": refs, "of_set": {"words": 0, "sums": 1, "poems": 0}, "top_k": top_k}
+    answer = world.run(room.trainer, "teacher", job)
+    artifact = world.saved(store, PLACE, answer["teacher"])
+    models, apart = [double_model(9), double_model(5)], {name: list[float]() for name in sets}
+    for at, (row, found) in enumerate(
+        zip(rows, read_records(store, artifact, TEACHER_FILE, TeacherLogprobs), strict=True)
+    ):
+        name = row["prompt_id"].split("/")[0]
+        expected = plain_logprobs(0, row, lm=models[name == "sums"]).detach().numpy()
+        np.testing.assert_allclose(found.logprobs, expected, atol=5e-6)
+        apart[name] += [*(np.array(row["rollout_logprobs"])[np.flatnonzero(row["loss_mask"])] - expected)]
+        assert (found.group_index, found.rollout_index) == (at // 4, at % 4)
+    for name, values in apart.items():
+        assert answer["metrics"][f"train/teacher_kl/{name}"] == pytest.approx(np.mean(values), rel=1e-5)
+    top = list(read_records(store, artifact, TEACHER_TOP_FILE, TeacherTop)) if top_k else []
+    for row, found in zip(rows, top, strict=bool(top)):
+        lm = models[row["prompt_id"].startswith("sums")]
+        logprobs, tokens = all_logprobs(lm, row, 1.0).topk(top_k)
+        assert found.tokens.tolist() == tokens.flatten().tolist()
+        np.testing.assert_allclose(found.logprobs, logprobs.detach().numpy().flatten(), atol=5e-6)
+    assert {*room.trainer._frozen} == {"teacher-0", "teacher-1"}
+    room.trained(None)
+    assert not room.trainer._frozen, "an iteration without a teacher needs none of them"
+
+
+def test_teachers_of_several_sizes_are_refused_where_top_tokens_are_all_of_one(room: Classroom) -> None:
+    store = room.trainer.ranks.store
+    rows = [row | {"prompt_id": "words/1"} for row in room.rows]
+    world.run(room.trainer, "load", world.load_new("second", 5, world.MODEL | {"vocab_size": world.VOCAB + 8}))
+    refs = [ref.as_json() for ref in (room.teacher, kept(room.trainer, "second"))]
+    job = asking(world.batch(store, "mixed", rows), room.teacher, PLACE) | {"teachers": refs, "of_set": {"words": 1}}
+    with pytest.raises(UserError, match=r"rl\.teacher_top_k=320: its teachers have .* tokens; use less than 320"):
+        world.run(room.trainer, "teacher", job | {"top_k": world.VOCAB})
+    assert world.run(room.trainer, "teacher", job | {"top_k": world.VOCAB - 1})["teacher"]
 
 
 @pytest.mark.parametrize("objective", ["ppo", "reinforce", "cispo"])
@@ -203,7 +251,7 @@ def test_the_logprobs_of_another_batch_are_refused(room: Classroom) -> None:
 def test_a_teacher_whose_logprobs_are_not_finite_is_refused(room: Classroom) -> None:
     room.taught()
     with torch.no_grad():
-        next(room.trainer._frozen["teacher"][1].policy.parameters()).fill_(torch.nan)
+        next(room.trainer._frozen["teacher-0"][1].policy.parameters()).fill_(torch.nan)
     with pytest.raises(UserError, match=r"rl\.teacher: it gives \d+ of \d+ tokens of batch no finite logprob"):
         room.taught()
 

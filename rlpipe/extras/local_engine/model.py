@@ -240,18 +240,26 @@ class LocalModel:
         kv_N2RHPD = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
         return PrefixBlock(prompts, kv_N2RHPD, logits_RKV[rows, rows].float())
 
-    def score(self, prompt: tuple[int, ...], start: int) -> list[float]:
-        """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it.
+    def score(
+        self, prompt: tuple[int, ...], start: int, top_k: int = 0
+    ) -> tuple[list[float], list[list[tuple[float, int]]]]:
+        """Logprobs (temperature 1) of prompt[start + 1:], each given what precedes it; and the
+        logprobs of the `top_k` most probable tokens there, with these.
 
         A prompt is computed alone, not in a block of prompts.
         """
         logits_RPV, _ = self._block([prompt], round_up(len(prompt), PROMPT_STEP), 1, 0)
         scores: list[float] = []
+        top: list[list[tuple[float, int]]] = []
         for first in range(0, len(prompt) - 1, SCORE_ROWS):
             rows = logits_RPV[0, first : first + SCORE_ROWS].double().log_softmax(-1)
             targets = torch.tensor(prompt[first + 1 : first + 1 + SCORE_ROWS], device=self.device)
             scores += rows[: len(targets)].gather(1, targets[:, None])[:, 0].tolist()
-        return scores[start:]
+            if top_k:
+                best = rows[: len(targets)].topk(min(top_k, rows.shape[-1]))
+                pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                top += [list(zip(*pair, strict=True)) for pair in pairs]
+        return scores[start:], top[start:]
 
     def _block(self, prompts: list[tuple[int, ...]], padded: int, rows: int, keep: Tensor | int) -> tuple[Tensor, Any]:
         assert 0 < len(prompts) <= rows and max(map(len, prompts)) <= padded, "a block larger than its shape"

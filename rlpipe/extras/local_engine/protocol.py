@@ -75,6 +75,7 @@ class GenerateBody(BaseModel):
     sampling_params: list[SamplingBody] = Field(fail_fast=True)
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1)
+    top_logprobs_num: NonNegativeInt = 0  # of input tokens; at most the vocabulary
     stream: bool = False
     rid: str | Annotated[list[str], Field(fail_fast=True)] | None = None
 
@@ -98,6 +99,8 @@ class GenerateBody(BaseModel):
             raise ValueError(
                 f"sampling_params has {len(self.sampling_params)} entries for {len(self.input_ids)} input_ids"
             )
+        if self.top_logprobs_num and any(sampling.max_new_tokens for sampling in self.sampling_params):
+            raise ValueError(f"top_logprobs_num={self.top_logprobs_num}: of input tokens only: set max_new_tokens=0")
         if isinstance(self.rid, list) and not len(self.rid) == len(set(self.rid)) == len(self.input_ids):
             raise ValueError("rid must be different strings, one per input_ids")
         return self
@@ -157,10 +160,12 @@ class SamplingJob:
     stop_token_ids: tuple[int, ...]
     seed: int
     score_from: int | None
+    top_k: int = 0  # most probable tokens at each scored one
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     input_logprobs: list[float] | None = None
+    input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     weight_version: str = ""
@@ -240,7 +245,8 @@ def parse_generate(body: Any, limits: ModelLimits, new_id: str, new_seed: int) -
             # as in SGLang, the completions of n > 1 have names that the caller does not know
             rid = rids[index] if sampling.n == 1 else f"{new_id}_{index}_{copy}"
             job_seed = (seed + copy * SEED_STEP) & SEED_MASK
-            call.jobs.append(SamplingJob(rid, call, tuple(prompt), sampling, stops, job_seed, score_from))
+            top_k = request.top_logprobs_num
+            call.jobs.append(SamplingJob(rid, call, tuple(prompt), sampling, stops, job_seed, score_from, top_k))
     assert len({job.rid for job in call.jobs}) == len(call.jobs) > 0, "each completion has a name of its own"
     return call
 
@@ -306,6 +312,8 @@ def _meta_info(job: SamplingJob) -> dict[str, object]:
     if job.call.return_logprob:
         meta["output_token_logprobs"] = [[*pair, None] for pair in zip(job.logprobs, job.tokens, strict=True)]
         meta["input_token_logprobs"] = _input_logprobs(job)
+        if job.top_k:
+            meta["input_top_logprobs"] = [None, *([[*pair, None] for pair in top] for top in job.input_top)]
     return meta
 
 

@@ -268,7 +268,7 @@ class Scheduler:
         while jobs and pool.free and (last_arrival is None or jobs[0].arrival < last_arrival):
             job = jobs.popleft()
             if job.score_from is not None and job.input_logprobs is None:
-                job.input_logprobs = self.model.score(job.prompt, job.score_from)
+                job.input_logprobs, job.input_top = self.model.score(job.prompt, job.score_from, job.top_k)
             if reason := job.reason_to_finish():  # it asks for no token
                 self._finish(job, reason)
             else:

@@ -23,7 +23,8 @@ def memory_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     trainer, dtype = config.trainer, config.model.dtype
     sharded, gathered, microbatch = (part / GIB for part in training_bytes(config, sizes))
     reference = ", and of the reference," if config.rl.kl != "none" else ""
-    reference += ", and of the teacher," if config.rl.holds_teacher else ""
+    if num_teachers := _teachers_held(config):
+        reference += ", and of the teacher," if num_teachers == 1 else f", and of {num_teachers} teachers,"
     how = "recomputed" if trainer.activation_checkpointing else "kept"
     slices = f" of rows that {trainer.context_ranks} ranks split" if trainer.context_ranks > 1 else ""
     activations = "not known" if sizes.microbatch is None else f"{microbatch:.2f}"
@@ -92,15 +93,20 @@ def _offload_lines(config: PipelineConfig, sizes: ModelSizes) -> list[str]:
     ]
 
 
+def _teachers_held(config: PipelineConfig) -> int:
+    """The number of teachers in the trainer's memory."""
+    return 0 if config.rl.teacher_engine else len(config.teachers)
+
+
 def training_bytes(config: PipelineConfig, sizes: ModelSizes) -> tuple[float, int, int]:
     """The bytes that a training rank needs: for its rows, for gathered layers, and for a
     microbatch.
     """
     width = BYTES[config.model.dtype]
-    # reference and teacher are frozen, and of about the policy's size; with an adapter the
+    # reference and teachers are frozen, and of about the policy's size; with an adapter the
     # reference is the policy itself, but where it is named
     reference = config.rl.kl != "none" and (not sizes.adapter or bool(config.rl.reference))
-    others = sizes.parameters * (reference + config.rl.holds_teacher)
+    others = sizes.parameters * (reference + _teachers_held(config))
     frozen, trained = (sizes.parameters, sizes.adapter) if sizes.adapter else (0, sizes.parameters)
     total = (frozen + others) * width + trained * SHARDED_BYTES
     sharded = total * share_of_rank(config) - host_bytes(config, sizes)

@@ -20,6 +20,7 @@ from rlpipe.engines.client import (
     Heard,
     RequestRefused,
     SampleRequest,
+    ScoredTokens,
     number_of,
 )
 from rlpipe.engines.weights import reading_s
@@ -70,14 +71,24 @@ class VllmClient(EngineClient):
         assert sum(count for _, count in spans) == num_tokens, f"spans {spans} of {num_tokens} tokens"
         return heard.completion(reason, spans, self.name)
 
-    async def score(self, tokens: list[int], num_scored: int) -> list[float]:
+    async def score_top(self, tokens: list[int], num_scored: int, top_k: int) -> ScoredTokens:
         # one token has to be sampled; prompt_logprobs are never taken from the prefix cache
-        body = self._body(f"score-{uuid.uuid4().hex}", tokens, {"max_tokens": 1, "prompt_logprobs": 0})
-        answer = json.loads(await self.call("POST", GENERATE, self.api_key, body, SCORE_TIMEOUT_S))
+        body = self._body(f"score-{uuid.uuid4().hex}", tokens, {"max_tokens": 1, "prompt_logprobs": top_k})
+        try:
+            answer = json.loads(await self.call("POST", GENERATE, self.api_key, body, SCORE_TIMEOUT_S))
+        except RequestRefused as error:
+            if "greater than max allowed" not in str(error):
+                raise
+            raise RequestRefused(
+                f"{self.url} gives fewer than {top_k} top tokens; start it with --max-logprobs {top_k}"
+            ) from error
         entries = answer["prompt_logprobs"][-num_scored:]
-        return [
+        own = [
             number_of(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[-num_scored:], strict=True)
         ]
+        # the token itself is an entry too, wherever it ranks
+        top = [[(int(token), number_of(one["logprob"])) for token, one in entry.items()] for entry in entries]
+        return ScoredTokens(own, [sorted(entry, key=lambda pair: -pair[1])[:top_k] for entry in top] if top_k else [])
 
     async def load(self, model_path: str, version: int) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": model_path}}

@@ -73,7 +73,7 @@ def test_sampled_logprobs_are_near_the_model_s_own() -> None:
 def test_scores_are_near_the_model_s_own() -> None:
     with torch.inference_mode():
         for prompt in prompts():
-            check_near(local_model("cpu", "bfloat16").score(tuple(prompt), 0), prompt[:1], prompt[1:])
+            check_near(local_model("cpu", "bfloat16").score(tuple(prompt), 0)[0], prompt[:1], prompt[1:])
 
 
 def test_the_engine_of_a_run_gets_the_run_s_dtype(tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ REFUSED = {
         "return_logprob": True,
         "logprob_start_len": -2,
     },  # SGLang takes it for 0
+    "top tokens of the completion": {
+        "input_ids": [1],
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 1},
+    },  # SGLang gives them
     "unknown field": {"input_ids": [1], "streem": True},  # SGLang ignores it
     "top_k that no tensor holds": {"input_ids": [1], "sampling_params": {"top_k": 10**30}},
     "many wrong tokens": {"input_ids": ["a"] * 150_000},  # each described, they would take seconds
