@@ -175,6 +175,7 @@ def _start(command: list[str], port: int) -> tuple[subprocess.Popen[bytes], Path
     environment = {
         **os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "RLPIPE_DIE_WITH_PARENT": "1",
         "RLPIPE_API_KEY": API_KEY, "RLPIPE_ADMIN_API_KEY": ADMIN_KEY,
+        "RLPIPE_STREAM_S": "0.01",  # of the local one: a request of 450 tokens may end within its 2 s
     }  # fmt: skip
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
