@@ -59,11 +59,16 @@ def train(config: PipelineConfig) -> None:
         assert run.store.create(run.iteration_key(done), sealed(record))
 
 
-def _commit(run: Run, iteration: int, stage: str, metrics: dict[str, float]) -> ArtifactRef:
-    folder = run.folder("rl", iteration, stage)
+def commit_evaluation(run: Run, phase: str, unit: int, metrics: dict[str, float]) -> None:
+    """Stores the evaluation of a policy."""
+    _commit(run, unit, "evaluation", metrics, phase)
+
+
+def _commit(run: Run, iteration: int, stage: str, metrics: dict[str, float], phase: str = "rl") -> ArtifactRef:
+    folder = run.folder(phase, iteration, stage)
     record = write_bytes(run.store, folder, "a1", "data.bin", f"{run.name} {iteration}".encode())
     manifest = Manifest(
-        run.name, "rl", iteration, stage, {}, "0", {}, [record], metrics, iteration + 1, "x", MOMENT, MOMENT
+        run.name, phase, iteration, stage, {}, "0", {}, [record], metrics, iteration + 1, "x", MOMENT, MOMENT
     )
     return commit(run.store, folder, manifest)[0]
 

@@ -25,8 +25,9 @@ from rlpipe.records import messages as reading
 from rlpipe.records.prompt import CalledFunction, Message, Messages, Tool, ToolCall, is_text
 
 MODEL = "policy"
-CHOICES_MAX = 128
+CHOICES_MAX, TOKENS_MAX = 128, 1 << 31
 CALL_BEGINS, CALL_ENDS = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
+KINDS = {dict: "an object", list: "a list", bool: "true or false"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # fields that change the probabilities of tokens: training would take them for the policy's own
 REFUSED = ("stop", "logit_bias", "functions", "function_call", "audio", "prediction")
@@ -79,7 +80,7 @@ def read_request(body: Any, refused: tuple[str, ...] = REFUSED, why: str = TRAIN
     """The request in a JSON body; ChatRefused names the field that is not supported: one of
     `refused`, or one that would constrain what is sampled. `why`: it is so.
     """
-    body = checked_body(body, {"stream_options": dict, "messages": list})
+    body = checked_body(body, {"stream_options": dict, "messages": list, "stream": bool, "logprobs": bool})
     for name in refused:
         if body.get(name):
             raise invalid(name, f"is not supported: {why}")
@@ -96,14 +97,13 @@ def read_request(body: Any, refused: tuple[str, ...] = REFUSED, why: str = TRAIN
     tools = _read("tools", reading.read_tools, body.get("tools"))
     if not all(map(_is_tool, tools)):
         raise invalid("tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
     return ChatRequest(
         model=body["model"] if is_text(body.get("model")) else MODEL,
         messages=[read_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         tools=tools,
         calls_tools=bool(tools) and choice == "auto",
         num_choices=whole_number("n", 1 if body.get("n") is None else body["n"], CHOICES_MAX),
-        tokens_max=None if limit is None else whole_number("max_completion_tokens", limit, 1 << 31),
+        tokens_max=tokens_limit(body),
         with_logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -129,7 +129,7 @@ def checked_body(body: Any, kinds: dict[str, type]) -> JsonDict:
     _read("body", reading.check_depth, body)
     for name, kind in kinds.items():
         if body.get(name) is not None and not isinstance(body[name], kind):
-            raise invalid(name, f"must be {'an object' if kind is dict else 'a list'}")
+            raise invalid(name, f"must be {KINDS[kind]}")
     return body
 
 
@@ -227,6 +227,14 @@ def whole_number(name: str, value: Any, largest: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
         raise invalid(name, f"must be a whole number from 1 to {largest}")
     return value
+
+
+def tokens_limit(body: JsonDict) -> int | None:
+    """The largest number of tokens of a reply; None where the body gives none."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None:
+            return whole_number(name, body[name], TOKENS_MAX)
+    return None
 
 
 def _read(name: str, read: Callable[[Any, str], Any], value: Any) -> Any:

@@ -8,6 +8,7 @@ Each step may be done twice: the alias that says what is in production moves las
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 
 from rlpipe.base.errors import UserError
@@ -22,6 +23,8 @@ from rlpipe.store.run_record import last_started
 from rlpipe.stored.remaking import committed_version
 
 PREVIOUS = "previous"  # the alias of what was in production before
+# of MLflow's: `latest` and `v3` name versions by themselves
+ALIAS, RESERVED = re.compile(r"[A-Za-z0-9_-]{1,255}"), re.compile(r"latest|v\d+", re.IGNORECASE)
 REASON_TAG = "rlpipe.rolled_back"
 
 
@@ -98,6 +101,8 @@ def _registered(
     """The run, the model of its project, and the version of it that has this policy."""
     if alias in (PREVIOUS, CHAMPION):
         raise UserError(f"alias={alias!r}: rlpipe moves that one itself; name another, for example production")
+    if not ALIAS.fullmatch(alias) or RESERVED.fullmatch(alias):  # MLflow says so after `previous` has moved
+        raise UserError(f"alias={alias!r}: use letters, digits, _ and -, but neither latest nor v with a number")
     run = open_existing(store, name)
     registry = Registry(last_started(store, name), wanted)
     policy = registry.holding(run.policy(committed_version(run, version))[0].sha256)

@@ -9,7 +9,7 @@ from rlpipe.base.values import Metrics
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.store.backend import Store
 from rlpipe.store.forks import way_to_resume
-from rlpipe.store.limits import GPU_SECONDS, HOUR_S, SECONDS, TOKENS, over_budget, spent_before
+from rlpipe.store.limits import COST, GPU_SECONDS, HOUR_S, SECONDS, TOKENS, cost, over_budget, spent_before
 from rlpipe.store.opening import open_existing
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
@@ -55,6 +55,7 @@ class SearchBudget:
             "wall_clock_h": budget.wall_clock_h - others[SECONDS] / HOUR_S,
             "rollout_tokens": budget.rollout_tokens - int(others[TOKENS]),
             "gpu_h": budget.gpu_h - others[GPU_SECONDS] / HOUR_S,
+            "cost": budget.cost - cost(self.config, others).get(COST, 0.0),
         }
         return [f"budget.{limit}={rest if getattr(budget, limit) else 0!r}" for limit, rest in left.items()], ""
 

@@ -58,6 +58,10 @@ class Course:
         before, and for all that are left once the budget is spent.
         """
         search, store = self.search, self.parent.store
+        candidate = search.tried(self.decided)[name]
+        if store.exists(record_key(name)):
+            config = search.config(self.parent, name, candidate, self.iterations)
+            search.check_standing(self.parent, candidate, config)
         if search.reached(store, name, self.iterations):
             self.scores[name] = search.score(store, name, self.iterations)
             return None
@@ -65,7 +69,6 @@ class Course:
         self.over = self.over or spent
         if self.over:
             return None
-        candidate = search.tried(self.decided)[name]
         config = search.config(self.parent, name, candidate, self.iterations, sets)
         fork(open_existing(store, candidate.run), candidate.at, config)
         return config

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from rlpipe.base.errors import StoreError, UserError
+from rlpipe.base.manifests import Manifest
 from rlpipe.config.pipeline import PipelineConfig, identity
 from rlpipe.config.source import override_config
 from rlpipe.report.curves import EVALUATION, evaluation_of
@@ -22,13 +23,14 @@ from rlpipe.store.backend import Store
 from rlpipe.store.documents import read_document, sealed
 from rlpipe.store.forks import check_committed, fixed_differences
 from rlpipe.store.limits import reason_to_stop
-from rlpipe.store.opening import open_existing
+from rlpipe.store.opening import open_existing, planned_fork
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import AT_SFT, Run
-from rlpipe.store.run_record import last_started, record_key
+from rlpipe.store.run_record import last_started, record_key, run_names
 
 CANDIDATES_MAX = 256
 FIXED = {"run", "store", "rl.num_iterations"}
+CHANGES_METRICS = ("evaluation.", "data.", "rl.rewards")  # varied, evaluations may have other metrics than the run's
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,30 @@ class Search:
         check_together(parent.config, together)
         configs = [self.config(parent, name, one, self.rungs[-1]) for name, one in self.candidates.items()]
         if len({json.dumps(identity(config)) for config in configs}) < len(configs):
-            raise UserError(f"--vary: of {', '.join(self.vary)} two values, or combinations, are the same")
+            raise UserError(f"--vary: of {', '.join(self.vary)} two values, or combinations, compute the same")
         check_committed(parent, self.at, "")
         for config in configs:
             if differ := fixed_differences(config, parent.config, self.at):
                 raise UserError(f"--vary: forks share what came before RL, so these cannot change: {'; '.join(differ)}")
+        if not any(name.startswith(CHANGES_METRICS) for name in self.vary) and (known := evaluation_of(parent, 0)):
+            self._value(known)
+        standing = {*run_names(parent.store)}
+        for config in configs:
+            if config.run in standing:
+                self.check_standing(parent, self.candidates[config.run], config)
         return configs
+
+    def check_standing(self, parent: Run, candidate: Candidate, config: PipelineConfig) -> None:
+        """UserError when the run that has the name of a candidate computes something else: its
+        scores would be taken for those of the candidate.
+        """
+        try:
+            planned_fork(open_existing(parent.store, candidate.run), candidate.at, config)
+        except UserError as error:
+            raise UserError(
+                f"search {self.name}: the run {config.run} is there, and is not {candidate.origin} with"
+                f" {', '.join(candidate.settings)}; choose another --name"
+            ) from error
 
     def config(
         self, parent: Run, name: str, candidate: Candidate, iterations: int, sets: Sequence[str] = ()
@@ -236,11 +256,14 @@ class Search:
         """The metric of a candidate's evaluation after so many iterations; UserError naming the
         metrics that there are when it is none of them.
         """
-        version, metric = self.at + 1 + iterations, self.by.removeprefix(EVALUATION)
+        version = self.at + 1 + iterations
         evaluation = evaluation_of(open_existing(store, candidate), version)
         if evaluation is None:
             raise StoreError(f"run {candidate} has no evaluation of version {version}, and was trained so far")
-        if metric not in evaluation.metrics:
+        return self._value(evaluation)
+
+    def _value(self, evaluation: Manifest) -> float:
+        if (metric := self.by.removeprefix(EVALUATION)) not in evaluation.metrics:
             raise UserError(f"--by {self.by}: an evaluation has {', '.join(sorted(evaluation.metrics))}")
         return float(evaluation.metrics[metric])
 

@@ -19,6 +19,7 @@ from rlpipe.chat_api.chat import (
     invalid,
     json_text,
     read_request,
+    tokens_limit,
 )
 from rlpipe.chat_api.openai_wire import (
     CHUNK,
@@ -162,7 +163,7 @@ class TextRoute:
     policy: ServedPolicy
 
     def read(self, body: Any) -> Wanted:
-        body = checked_body(body, {"stream_options": dict})
+        body = checked_body(body, {"stream_options": dict, "stream": bool})
         for name in REFUSED:
             if body.get(name):
                 raise invalid(name, f"is not supported: {UNABLE}")
@@ -172,7 +173,7 @@ class TextRoute:
         if logprobs not in (None, False, 0, 1):
             raise invalid("logprobs", "is at most 1: engines give the logprobs of sampled tokens only")
         check_model(body, self.policy)
-        limit = TEXT_TOKENS_MAX if body.get("max_tokens") is None else body["max_tokens"]
+        limit = tokens_limit(body) or TEXT_TOKENS_MAX
         settings = read_settings(body, limit, self.policy)
         wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         has_logprobs = logprobs is not None and logprobs is not False

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpipe.base.seeds import rollout_seed
-from rlpipe.chat_api.chat import CHOICES_MAX, ChatRefused, invalid, whole_number
+from rlpipe.chat_api.chat import CHOICES_MAX, TOKENS_MAX, ChatRefused, invalid, whole_number
 from rlpipe.engines.client import Sampling
 from rlpipe.extras.serve.policy import ServedPolicy
 from rlpipe.records.prompt import is_text
 
 STOPS_MAX = 4  # as OpenAI
-TOKENS_MAX = 1 << 31
 TEMPERATURE_MAX = 2.0
+ABOVE_0 = math.nextafter(0, 1)
 UNABLE = "engines sample from the policy's own distribution, and have no such constraint"
 # refused unless they are absent, null, empty, 0 or false
 REFUSED = (
@@ -59,10 +59,8 @@ def check_model(body: Any, policy: ServedPolicy) -> None:
         raise ChatRefused(404, f"model: {name} is not served here; this is {policy.name}", "model_not_found", "model")
 
 
-def read_settings(body: Any, limit: Any, policy: ServedPolicy) -> Settings:
-    """The settings in a body; ChatRefused with the field. `limit`: the body's largest number of
-    tokens.
-    """
+def read_settings(body: Any, tokens_max: int | None, policy: ServedPolicy) -> Settings:
+    """The settings in a body; ChatRefused with the field. `tokens_max`: as in the body."""
     stop = body.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or len(stops) > STOPS_MAX or not all(is_text(one) and one for one in stops):
@@ -70,12 +68,11 @@ def read_settings(body: Any, limit: Any, policy: ServedPolicy) -> Settings:
     params = Sampling(
         max_new_tokens=1,  # set for each prompt
         temperature=_number(body, "temperature", 1.0, 0.0, TEMPERATURE_MAX),
-        top_p=_number(body, "top_p", 1.0, math.nextafter(0, 1), 1.0),
+        top_p=_number(body, "top_p", 1.0, ABOVE_0, 1.0),
         top_k=-1 if body.get("top_k") in (None, 0, -1) else whole_number("top_k", body["top_k"], TOKENS_MAX - 1),
         seed=_seed(body.get("seed"), policy),
     )
     num_choices = whole_number("n", 1 if body.get("n") is None else body["n"], CHOICES_MAX)
-    tokens_max = None if limit is None else whole_number("max_tokens", limit, TOKENS_MAX)
     return Settings(params, tuple(stops), num_choices, tokens_max)
 
 
@@ -90,5 +87,5 @@ def _seed(seed: Any, policy: ServedPolicy) -> int:
 def _number(body: Any, name: str, default: float, least: float, most: float) -> float:
     value = default if body.get(name) is None else body[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise invalid(name, f"must be a number from {least:g} to {most:g}")
+        raise invalid(name, f"must be a number {'above 0' if least == ABOVE_0 else f'from {least:g}'} to {most:g}")
     return float(value)

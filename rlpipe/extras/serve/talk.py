@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -86,7 +87,10 @@ async def lines() -> AsyncIterator[str]:
         part = b"first"
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             while part:
-                part = os.read(STDIN, READ_BYTES)
+                try:
+                    part = os.read(STDIN, READ_BYTES)
+                except OSError:  # its terminal has gone
+                    part = b""
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
     threading.Thread(target=read, daemon=True, name="stdin").start()
@@ -105,6 +109,8 @@ async def talk(parties: list[tuple[Run, int | None]], temperature: float, tokens
 
     UserError when there is no such policy; EngineError when no engine serves it.
     """
+    if sys.stdin is None:  # its number is that of whatever was opened first
+        raise UserError("stdin is closed: pipe lines in, or type them in a terminal")
     async with contextlib.AsyncExitStack() as stack:
         talkers = [
             Party(await stack.enter_async_context(served(run, version)), temperature, tokens_max)

@@ -108,6 +108,19 @@ def test_a_revoked_policy_is_rolled_back_once_and_never_promoted_again(world: Wo
         world.roll_back("a", "of no use")
 
 
+def test_an_alias_that_mlflow_would_refuse_moves_nothing(world: World) -> None:
+    """`latest` and `v1` name versions that nobody promoted: one would have become `previous`."""
+    for name in ("a", "b"):
+        world.add(name, GOOD, "passed")
+    store = world.runs["a"].store
+    for alias in ("latest", "v1", "V2", "", "in production", "ö", "a" * 256):
+        with pytest.raises(UserError, match="use letters, digits, _ and -"):
+            promote(store, "a", 1, alias)
+        with pytest.raises(UserError, match="use letters, digits, _ and -"):
+            roll_back(store, "b", 1, alias, "of no use")
+    assert world.aliases() == {}
+
+
 class Died(Exception):
     """What a process is, after the write at which it was killed."""
 

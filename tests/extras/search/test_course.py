@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from rlpipe.base.errors import StepRefused, UserError
 from rlpipe.config.source import override_config
+from rlpipe.extras.search.budget import SearchBudget
 from rlpipe.extras.search.course import Course
 from rlpipe.extras.search.halving import Decision, Search
 from rlpipe.extras.search.population import Population
+from rlpipe.store.limits import GPU_SECONDS, SECONDS, spent_before
 from rlpipe.store.limits import TOKENS as SPENT
-from rlpipe.store.limits import spent_before
-from rlpipe.store.opening import open_existing
+from rlpipe.store.opening import create_or_continue, fork, open_existing
 from rlpipe.store.progress import Progress
 from rlpipe.store.run import Run
 from rlpipe.store.run_record import last_started, record_start, run_names
-from tests.search_world import AT, METRIC, TOKENS, play, searched_run, train
+from tests.search_world import AT, METRIC, TOKENS, commit_evaluation, play, searched_run, train
 
 RATES = ["1e-4", "2e-4", "4e-4", "8e-4"]
 SEARCH = Search("s", "a", AT, {"rl.learning_rate": RATES}, [1, 2, 4], 0.5, METRIC)
@@ -130,6 +131,39 @@ def test_a_candidate_that_was_refused_is_out_and_its_reason_is_in_the_table(tmp_
     course.decide()
     assert course.decided[0].kept == ["s-1", "s-3"] and course.decided[0].scores["s-2"] is None
     assert course.report()[-1].endswith("| - |  |  | the loss is not finite |")
+
+
+@pytest.mark.parametrize("standing", ["a run of its own", "a fork with other settings"])
+def test_a_run_that_has_the_name_of_a_candidate_is_not_taken_for_it(standing: str, tmp_path: Path) -> None:
+    parent = searched_run(tmp_path)
+    other = override_config(parent.config, ["run=s-1", "rl.learning_rate=3e-4", "rl.num_iterations=3"])
+    if standing == "a run of its own":
+        create_or_continue(other)
+    else:
+        fork(parent, AT, other)
+    train(other)
+    refused = r"search s: the run s-1 is there, and is not a fork of a at 1 with rl\.learning_rate=2e-4; choose another"
+    with pytest.raises(UserError, match=refused):
+        SEARCH.check(parent)
+    with pytest.raises(UserError, match=refused):
+        Course.begun(SEARCH, parent).begin("s-1")
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_a_candidate_is_trained(tmp_path: Path) -> None:
+    parent = searched_run(tmp_path)
+    commit_evaluation(parent, "base", 0, {"words_pass_at_1": 0.5})
+    assert len(SEARCH.check(parent)) == len(RATES)
+    with pytest.raises(UserError, match="--by evaluation/words_pass: an evaluation has words_pass_at_1"):
+        replace(SEARCH, by="evaluation/words_pass").check(parent)
+
+
+def test_a_candidate_may_cost_what_the_others_have_left(tmp_path: Path) -> None:
+    sets = ["budget.cost=20", "budget.price_per_gpu_h=4", "trainer.gpu_ids=[0]", "model.dtype=float32"]
+    parent = searched_run(tmp_path, *sets)
+    spent = {name: {SECONDS: 0.0, SPENT: 0, GPU_SECONDS: hours * 3600} for name, hours in (("s-0", 1.5), ("s-1", 2.0))}
+    budget = SearchBudget(parent.store, parent.config, spent)
+    assert "budget.cost=14.0" in budget.left_for("s-1")[0], "6 of 20 are those of s-0"
+    assert "budget.cost=6.0" in budget.left_for("s-2")[0]
 
 
 def test_the_picture_has_a_curve_a_candidate(tmp_path: Path) -> None:

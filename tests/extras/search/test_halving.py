@@ -71,7 +71,7 @@ def test_a_candidate_has_its_own_settings_and_the_rest_of_the_run(parent: Run) -
         ({"at": 7}, "iteration"),
         ({"vary": {"sft.learning_rate": ["1e-3", "2e-3"]}, "at": 0}, "--vary: forks share what came before RL"),
         ({"vary": {"rl.num_iterations": ["5", "9"]}}, "--vary rl.num_iterations: the search sets it itself"),
-        ({"vary": {"rl.learning_rate": ["1e-4", "0.0001"]}}, "two values, or combinations, are the same"),
+        ({"vary": {"rl.learning_rate": ["1e-4", "0.0001"]}}, "two values, or combinations, compute the same"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(
