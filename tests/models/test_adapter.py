@@ -340,13 +340,13 @@ def test_an_engine_with_the_merge_gives_the_trainer_s_logprobs(trainer: Trainer,
     made = trained(trainer, base(trainer))
     probe = world.run(trainer, "save", world.save("trained", None, None))["probe"]
     model = LocalModel(str(whole_policy(trainer.ranks.store, made["policy"], tmp_path / "whole")), "cpu")
-    scored = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
+    scored, _ = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     differences = [abs(own - logprob) for own, logprob in zip(scored, probe["logprobs"], strict=True)]
     assert max(differences) < 1e-5
     model.reload(
         str(whole_policy(trainer.ranks.store, base_of(trainer.ranks.store, made["policy"]) or made["policy"], tmp_path))
     )
-    other = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
+    other, _ = model.score(tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"]))
     assert max(abs(own - logprob) for own, logprob in zip(other, probe["logprobs"], strict=True)) > 1e-3
 
 
@@ -419,7 +419,7 @@ def test_in_bfloat16_the_base_is_held_so_and_the_adapter_has_masters(tmp_path: P
     folder = whole_policy(trainer.ranks.store, made["policy"], tmp_path / "whole")
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     probe = world.run(trainer, "save", world.save("trained", None, None))["probe"]
-    scored = LocalModel(str(folder), "cpu").score(
+    scored, _ = LocalModel(str(folder), "cpu").score(
         tuple(probe["tokens"]), len(probe["tokens"]) - 1 - len(probe["logprobs"])
     )
     assert sum(abs(own - logprob) for own, logprob in zip(scored, probe["logprobs"], strict=True)) / len(scored) < 0.05
