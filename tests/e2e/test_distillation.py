@@ -66,7 +66,7 @@ def check_each_teachers_own(folder: Folder, name: str, tmp_path: Path) -> None:
     assert seen == of_set.keys()
 
 
-@pytest.mark.parametrize("by_set", [False, True])
+@pytest.mark.parametrize("by_set", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_kill_asks_no_token_twice_and_another_coefficient_asks_nobody(
     folder: Folder, tmp_path: Path, by_set: bool
 ) -> None:
