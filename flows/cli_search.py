@@ -59,7 +59,7 @@ def search_command(
     parent = open_existing(checked_store(store), run)
     numbers = [_whole(entry) for entry in rungs.split(",")]
     make: Any = opened(COMMANDS["search --explore" if explore else "search"], "search")
-    plan = make(name or f"{run}-search", run, iteration_of(at), varied(vary), numbers, keep, by)
+    plan = make(f"{run}-search" if name is None else name, run, iteration_of(at), varied(vary), numbers, keep, by)
     plan.check(parent, together)
 
     def load() -> Started[SearchReport]:

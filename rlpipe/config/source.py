@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from rlpipe.base.errors import UserError
 from rlpipe.base.values import JsonDict
-from rlpipe.config.fields import config_sections, did_you_mean, near_names
+from rlpipe.config.fields import config_fields, config_sections, did_you_mean, near_names
 from rlpipe.config.pipeline import RETIRED, PipelineConfig
 from rlpipe.config.secrecy import without_passwords
 
@@ -181,6 +181,8 @@ def _fault_line(name: str, fault: ErrorDetails) -> str:
         message = f"no such {kind}{did_you_mean(near_names(name)) or f' ({listed})'}"
     elif fault["type"] == "model_type":
         message = f"this is a section; give a value to one of its fields ({listed})"
+    elif fault["type"] == "string_pattern_mismatch":  # which says little to a person
+        message += "".join(f" ({field.description})" for field in config_fields() if field.name == name)
     return f"{name}: {message}" if is_table else f"{name}={without_passwords(repr(fault['input']))}: {message}"
 
 

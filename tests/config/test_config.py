@@ -39,6 +39,7 @@ def test_every_preset_is_valid(preset: str) -> None:
         ("seed.x=1", "seed: .*valid integer"),
         ("data.weight=2", r"data is a list; write data\.NAME\.weight \(there are: short_words, all_words, words\)"),
         ("rl.rewards={math=1", "the value is not TOML"),
+        ("evaluation.gate_against=a", r"gate_against='a': .*pattern.*\(Policy to beat: base .*, run:NAME"),
         ("rl=5", "rl=5: this is a section.*`rlpipe fields rl`"),
         ("rl.rollouts_from=run:", "use run:NAME"),
         ("rl.rollouts_from=s3://bucket/x.parquet", "local path"),
